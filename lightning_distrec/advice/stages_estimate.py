@@ -11,17 +11,23 @@ from lightning_distrec.strategies.estimates.estimate import Estimate, replicated
 from lightning_distrec.strategies.estimates.module_sizes import Job, ModuleSizes, configured_optimizers, meta_copy
 from lightning_distrec.strategies.estimates.step_profile import StepProfile
 from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded
-from lightning_distrec.strategies.stages.chain import Chain, StageLayout, find_chain, split_chain
+from lightning_distrec.strategies.stages.chain import (
+    Chain,
+    StageLayout,
+    find_chain,
+    refuse_optimizers,
+    refuse_run,
+    split_chain,
+)
 from lightning_distrec.strategies.stages.idle_time import (
     HOST_SECONDS,
     StageTimes,
-    actions_of_ranks,
     idle_share,
-    max_kept,
-    times_of_stages,
+    order_actions,
+    peak_activation_bytes,
+    stage_times,
 )
-from lightning_distrec.strategies.stages.microbatches import num_parts
-from lightning_distrec.strategies.stages.refusals import refuse_optimizers, refuse_run
+from lightning_distrec.strategies.stages.microbatches import num_microbatches
 from lightning_distrec.strategies.stages.stage_options import StageOptions, ranks_of_pipeline
 from lightning_distrec.units import quantity
 
@@ -52,7 +58,7 @@ def estimate_stages(
     num_ranks = layout.num_stages // options.stages_per_rank
     num_replicas = job.num_ranks // num_ranks
     num = _num_parts(profile, options, num_ranks)
-    actions = actions_of_ranks(options.schedule, num_ranks, layout.num_stages, num)
+    actions = order_actions(options.schedule, num_ranks, layout.num_stages, num)
     memories = [_memory(layout, rank_actions, options, sizes, job, profile) for rank_actions in actions]
     memory = max(memories, key=lambda rank_actions: sum(rank_actions.values()))
     sent = None
@@ -71,7 +77,7 @@ def _num_parts(profile: StepProfile, options: StageOptions, num_ranks: int) -> i
     def fits(num: int) -> bool:  # as StagedChain has it
         return options.stages_per_rank == 1 or num % max(1, num // num_ranks) == 0
 
-    return num_parts(profile.batch_size or options.microbatches, options.microbatches, fits)
+    return num_microbatches(profile.batch_size or options.microbatches, options.microbatches, fits)
 
 
 def _idle(
@@ -82,7 +88,7 @@ def _idle(
     if measured is None:
         times = StageTimes.equal(layout.num_stages)
     else:
-        times = times_of_stages(measured, layout.begins, num, options.schedule)
+        times = stage_times(measured, layout.begins, num, options.schedule)
         host = HOST_SECONDS if device_type == "cpu" else 0.0
     idle = idle_share(times, num_ranks, num, options.schedule, host)
     origin = "with stages of equal times" if measured is None else "by the times of its blocks on this CPU"
@@ -133,9 +139,9 @@ def _check_order(chain: Chain, profile: StepProfile) -> None:
     if profile.blocks is None:
         return
     for number in range(1, len(chain.blocks)):
-        if chain.path_of(number) not in profile.blocks.follows:
+        if chain.paths[number] not in profile.blocks.follows:
             raise UnsupportedError(
-                f"forward does not give '{chain.path_of(number)}' just what '{chain.path_of(number - 1)}' returns"
+                f"forward does not give '{chain.paths[number]}' just what '{chain.paths[number - 1]}' returns"
             )
 
 
@@ -149,16 +155,16 @@ def _memory(
 ) -> dict[str, float]:
     """Return the memory of a rank that computes these."""
     stages = {stage for _, stage, _ in actions}
-    memory = replicated_memory((p for p in sizes.parameters if layout.stage_of[p.name] in stages), job)
+    memory = replicated_memory((p for p in sizes.parameters if layout.stage_by_name[p.name] in stages), job)
     memory["parameters"] += sizes.buffer_bytes  # every rank has all of them
     if profile.saved is not None:
         block_bytes = [float(profile.saved.bytes_saved_first_in(path)) for path in layout.chain.paths]
-        stage_bytes = {stage: sum(block_bytes[number] for number in layout.blocks_of(stage)) for stage in stages}
+        stage_bytes = {stage: sum(block_bytes[number] for number in layout.block_numbers(stage)) for stage in stages}
         head_bytes, tail_bytes = profile.saved.bytes_around(layout.chain.paths)
         # gpipe computes the loss of the whole batch, the others of one micro-batch at a time.
         loss_bytes = tail_bytes if options.schedule == "gpipe" else tail_bytes * len(stages) / (len(actions) / 2)
         ends = head_bytes * (0 in stages) + loss_bytes * (layout.num_stages - 1 in stages)
-        memory["activations"] = ends + max_kept(actions, stage_bytes)
+        memory["activations"] = ends + peak_activation_bytes(actions, stage_bytes)
     return memory
 
 
@@ -167,10 +173,10 @@ def _sent(
 ) -> dict[str, float]:
     """Return what the rank that sends the most sends: outputs on, gradients back, and gradients to its replicas."""
     sent_by_rank = []
-    entering = [inputs.get(layout.chain.path_of(begin), 0) for begin in layout.begins]  # the first may get it by name
+    entering = [inputs.get(layout.chain.paths[begin], 0) for begin in layout.begins]  # the first may get it by name
     for rank in range(num_ranks):
         stages = set(range(rank, layout.num_stages, num_ranks))
-        parameters = [p for p in sizes.parameters if layout.stage_of[p.name] in stages and p.requires_grad]
+        parameters = [p for p in sizes.parameters if layout.stage_by_name[p.name] in stages and p.requires_grad]
         gradients = sum(p.numel * job.itemsize(p) for p in parameters)
         sent_by_rank.append({
             "stage outputs": float(sum(sum(entering[stage + 1 : stage + 2]) for stage in stages)),

@@ -29,6 +29,7 @@ from lightning_distrec.strategies.estimates.dense_options import activation_budg
 from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded
 from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
+from lightning_distrec.strategies.stages.absent_tensors import refuse_absent
 
 
 @dataclass(kw_only=True)
@@ -106,6 +107,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
     @override
     def setup(self, trainer: Trainer) -> None:
         run = self.begin_run(trainer, DDPRun)
+        refuse_absent(run.module, self.strategy_name)
         # A module that an earlier run has sharded would be trained as if each rank's shard were all of it.
         refuse_sharded(run.module, "ddp_tuned")
         refuse_gradients(run.module, self._exchange.comm_dtype, dist.get_backend())

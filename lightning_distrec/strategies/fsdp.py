@@ -35,6 +35,7 @@ from lightning_distrec.strategies.run.precision import (
 )
 from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
+from lightning_distrec.strategies.stages.absent_tensors import refuse_absent
 
 
 @dataclass(kw_only=True)
@@ -124,6 +125,7 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
     @override
     def setup(self, trainer: Trainer) -> None:
         run = self.begin_run(trainer, FSDPRun)
+        refuse_absent(run.module, self.strategy_name)
         module, consensus = run.module, run.session.consensus
         trainer.accelerator.setup(trainer)
         if run.is_fitting and self._layer_sync:

@@ -20,19 +20,18 @@ from lightning_distrec.strategies.run.full_parameters import check_call, rows_of
 from lightning_distrec.strategies.run.precision import clip_over_all_ranks
 from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
+from lightning_distrec.strategies.stages.block_timing import measure_blocks
+from lightning_distrec.strategies.stages.chain import refuse_optimizers, refuse_run
 from lightning_distrec.strategies.stages.idle_time import StageTimes, idle_share
-from lightning_distrec.strategies.stages.pipelined_module import PipelinedModule
+from lightning_distrec.strategies.stages.pipelined_module import PipelinedModule, StepCall
 from lightning_distrec.strategies.stages.placement import (
     chunked_state,
-    is_split,
     layout_of,
-    measure_blocks,
-    own_parameters,
+    present_parameters,
     split_module,
     state_ranks,
     unsplit,
 )
-from lightning_distrec.strategies.stages.refusals import refuse_optimizers, refuse_run
 from lightning_distrec.strategies.stages.stage_options import (
     PipelineRanks,
     Schedule,
@@ -40,6 +39,7 @@ from lightning_distrec.strategies.stages.stage_options import (
     StageOptions,
     pipeline_ranks,
 )
+from lightning_distrec.strategies.stages.staged_chain import StagedChain
 
 
 @dataclass(kw_only=True)
@@ -84,7 +84,6 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
     """
 
     strategy_name = "pipeline_parallel"
-    leaves_weights_absent = True
 
     def __init__(
         self,
@@ -149,15 +148,15 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
         layout = split_module(module, self._stage_options, ranks, self.root_device, consensus, times)
         set_device_and_mesh(module, self.root_device, None)
         context = self.precision_plugin.forward_context
-        run.pipelined = PipelinedModule(
-            module, layout, ranks, self._stage_options, self.root_device, context, consensus
-        )
+        chain = StagedChain(layout, ranks, self._stage_options.schedule, self.root_device, context)
+        run.pipelined = PipelinedModule(module, chain, self._stage_options, consensus)
         self.model = module
         if run.is_fitting:
             self.setup_optimizers(trainer)
             consensus.all_or_none("setup", partial(refuse_optimizers, self.optimizers, module))
-            own = partial(own_parameters, module)
-            run.undo.enter_context(clip_over_all_ranks(self.precision_plugin, own, {}, num_replicas=ranks.num_replicas))
+            parameters = partial(present_parameters, module)
+            clipping = clip_over_all_ranks(self.precision_plugin, parameters, {}, num_replicas=ranks.num_replicas)
+            run.undo.enter_context(clipping)
             run.session.checkpoints.use_state_ranks(state_ranks(module, layout, ranks))
         self.setup_precision_plugin()
         run.session.checkpoints.positions.data_ranks = ranks.replica, ranks.num_replicas
@@ -167,40 +166,39 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         run = self.before_training_step()
         with spans.span(spans.FORWARD):
-            return run.steps.training_step(self._in_precision("training_step"), *args)
+            return run.steps.training_step(self._step_call("training_step", *args))
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self.run.evaluation_step():
-            return self.run.steps.evaluation_step("validation_step", self._in_precision("validation_step"), *args)
+        return self._evaluate("validation_step", *args)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self.run.evaluation_step():
-            return self.run.steps.evaluation_step("test_step", self._in_precision("test_step"), *args)
+        return self._evaluate("test_step", *args)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        return self._evaluate("predict_step", *args)
+
+    def _evaluate(self, name: str, batch: Any, *indices: Any) -> Any:
         with self.run.evaluation_step():
-            return self.run.steps.evaluation_step("predict_step", self._in_precision("predict_step"), *args)
+            return self.run.steps.evaluation_step(self._step_call(name, batch, *indices))
 
-    def _in_precision(self, name: str) -> Any:
-        """Return a step of the module's, in the Trainer's precision."""
-
+    def _step_call(self, name: str, batch: Any, *indices: Any) -> StepCall:
         def step(*args: Any) -> Any:
             with self.precision_plugin.forward_context():
                 return getattr(self.module, name)(*args)
 
-        return step
+        return StepCall(name=name, step=step, batch=batch, indices=indices)
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        self.run.steps.set_sync(False)
+        self.run.steps.syncs_gradients = False
         try:
             yield
         finally:
-            self.run.steps.set_sync(True)
+            self.run.steps.syncs_gradients = True
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -227,11 +225,12 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
 
     @override
     def full_parameter(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
-        state = {n: p.detach() for n, p in self.module.named_parameters(remove_duplicate=False)}
-        check_call(name, rows, state, self.session.consensus)
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        check_call(name, rows, parameters, self.session.consensus)
+        state: dict[str, Any] = {name: parameters[name].detach()}
         layout = layout_of(self.module)
-        shards = {name: state[name]} if layout is None else chunked_state({name: state[name]}, layout, self.ranks)
-        full: Tensor = self.session.checkpoints.full_state_everywhere(shards)[name]
+        state = state if layout is None else chunked_state(state, layout, self.ranks)
+        full: Tensor = self.session.checkpoints.full_state_everywhere(state)[name]
         first, last = rows_of(name, rows, full.shape[0] if full.dim() else 1)
         return full[first:last].clone() if full.dim() else full.clone()
 
@@ -247,4 +246,4 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
     @override
     def module_stays(self) -> bool:
         # For the next run.
-        return is_split(self.module)
+        return layout_of(self.module) is not None

@@ -30,6 +30,7 @@ from lightning_distrec.sharding.tables import tables_on_meta
 from lightning_distrec.strategies.data_parallel.loss_weight import LossReduction
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fully_sharded.shards import drop_unfinished_step, full_value, refuse_sharded, reshard
+from lightning_distrec.strategies.stages.absent_tensors import refuse_absent
 from lightning_distrec.strategies.tables.full_tables import FullTables
 from lightning_distrec.strategies.tables.run_tables import RunTables
 from lightning_distrec.strategies.tables.set_up_inputs import TableSettings
@@ -174,6 +175,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
     @override
     def setup(self, trainer: Trainer) -> None:
         run = self.begin_run(trainer, TorchRecRun)
+        refuse_absent(run.module, self.strategy_name)
         if self._sharded_dense is None:
             refuse_sharded(run.module, "torchrec_sharded with dense='ddp'")
         else:

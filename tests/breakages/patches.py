@@ -1023,7 +1023,7 @@ BREAKAGES = (
     Breakage(
         "stages-clip-alone",
         "lightning_distrec/strategies/pipeline.py",
-        r"clip_over_all_ranks\(self\.precision_plugin, own, \{\}, num_replicas=ranks\.num_replicas\)",
+        r"clip_over_all_ranks\(self\.precision_plugin, parameters, \{\}, num_replicas=ranks\.num_replicas\)",
         "clip_over_all_ranks(self.precision_plugin, None, {})",
         "A stage clips by the norm of its own gradients.",
         ("multiprocess/strategies/test_pipeline_parallel.py",),
@@ -1047,8 +1047,8 @@ BREAKAGES = (
     Breakage(
         "stages-mix-up-what-they-receive",
         "lightning_distrec/strategies/stages",
-        r"each\.tag = 1 \+ 2 \* .*",
-        "each.tag = 0",
+        r"operation\.tag = 1 \+ 2 \* .*",
+        "operation.tag = 0",
         "A stage takes another stage's gradient for its input.",
         ("multiprocess/strategies/test_pipeline_parallel.py",),
     ),

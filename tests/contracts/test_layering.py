@@ -15,7 +15,7 @@ MAX_LINES = 400
 
 ROOMS = {"cluster", "sharding", "optimizers", "prefetch", "checkpoint"}
 GROUND = {"errors", "versions", "ranks", "spans", "chunks", "host_memory", "gpu", "units", "atomic_files", "_compat"}
-GROUND |= {"late_weights", "namespaces", "option_values", "own_operations", "unpicklable", "absent_tensors"}
+GROUND |= {"late_weights", "namespaces", "option_values", "own_operations", "unpicklable"}
 PREFETCH = {"prefetch", "prefetch/provenance", "prefetch/computed"}
 SHARDING = {
     "sharding",
@@ -51,7 +51,6 @@ MAY_IMPORT = {
     "namespaces": {"errors"},
     "option_values": {"errors"},
     "atomic_files": set(),
-    "absent_tensors": {"errors", "_compat"},
     "own_operations": set(),
     "late_weights": set(),
     "_compat": {"errors", "versions"},

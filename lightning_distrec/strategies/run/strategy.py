@@ -19,7 +19,6 @@ from lightning_distrec._compat import hide_upstream_deprecations
 from lightning_distrec._compat.lightning import call_overridden_hooks
 from lightning_distrec._compat.lightning_checkpoints import resume_from
 from lightning_distrec._compat.lightning_logging import log_at_less_python
-from lightning_distrec.absent_tensors import refuse_absent
 from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
 from lightning_distrec.cluster.environment import local_world_size, publish_ranks
 from lightning_distrec.cluster.launched import Launched
@@ -65,7 +64,6 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
 
     takes_launched_ranks = True
     """Read by `lightning_distrec`, before Lightning chooses a cluster environment."""
-    leaves_weights_absent = False
     cluster_environment: ClusterEnvironment  # the Trainer sets it before it calls any hook
     num_local_ranks = 1
     """Ranks on this node, once the ranks have met."""
@@ -193,8 +191,6 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         session, module = self.session, trainer.lightning_module
         refuse_other_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
         refuse_checkpoint_io(self._checkpoint_options, self.checkpoint_io)
-        if not self.leaves_weights_absent:
-            refuse_absent(module, type(self).__name__)
         job = self.resuming.job if self.resuming else JobFit(".", "")
         checkpoints = session.checkpoints
         checkpoints.start_run(module, job)

@@ -1,16 +1,29 @@
-"""Which blocks of a module are split into stages, and which parameters each stage has."""
+"""Which blocks of a module are split into stages, which parameters each stage has, and which runs cannot be split.
 
-from collections.abc import Iterator, Sequence
+Used in set-up, by `placement.py`, and by `advise`, which estimates stages without any ranks.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
+from torch.optim import Optimizer
 
-from lightning_distrec.errors import ConfigError, UnsupportedError, did_you_mean
+from lightning_distrec.errors import ConfigError, OptimizerError, UnsupportedError, did_you_mean
+from lightning_distrec.optimizers.zero_partition import KNOWN, updates_by_parameter
+from lightning_distrec.strategies.data_parallel.gradient_exchange import sparse_weights
 from lightning_distrec.strategies.stages.stage_options import StageOptions
 
 NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 NORMS += (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 HINT = "Name an nn.Sequential or nn.ModuleList that forward goes through in order: chain='model.blocks'."
 
 
@@ -21,14 +34,10 @@ class Chain:
     path: str
     blocks: list[nn.Module]
 
-    def path_of(self, block: int) -> str:
-        """Return the path of a block in the module."""
-        return f"{self.path}.{block}" if self.path else str(block)
-
-    @property
+    @cached_property
     def paths(self) -> list[str]:
-        """The paths of all blocks."""
-        return [self.path_of(number) for number in range(len(self.blocks))]
+        """The paths of all blocks in the module."""
+        return [f"{self.path}.{number}" for number in range(len(self.blocks))]
 
 
 @dataclass(frozen=True)
@@ -38,7 +47,7 @@ class StageLayout:
     chain: Chain
     begins: tuple[int, ...]
     """The first block of each stage."""
-    stage_of: dict[str, int]
+    stage_by_name: dict[str, int]
     """Name of a parameter, or of a buffer of a block -> its stage."""
 
     @property
@@ -46,10 +55,9 @@ class StageLayout:
         """Number of stages."""
         return len(self.begins)
 
-    def blocks_of(self, stage: int) -> range:
+    def block_numbers(self, stage: int) -> range:
         """Return the numbers of the blocks of a stage."""
-        ends = (*self.begins[1:], len(self.chain.blocks))
-        return range(self.begins[stage], ends[stage])
+        return range(*(*self.begins, len(self.chain.blocks))[stage : stage + 2])
 
 
 def split_chain(
@@ -57,31 +65,29 @@ def split_chain(
 ) -> StageLayout:
     """Return where the chain of a module is split into `num_stages`. times: of each block; None: parameters count.
 
-    Raises ConfigError: there is no such chain, or it has too few blocks; UnsupportedError: see `_refuse`.
+    Raises ConfigError: there is no such chain, or it has too few blocks, or a parameter has no shape yet;
+    UnsupportedError: stages would not have the numbers of one process.
     """
-    _refuse_lazy(module)
+    _refuse_layers(module)
     chain = find_chain(module, options.chain)
-    _refuse(module, chain)
-    outside = _outside_of_chain(module, chain, options)
+    _refuse_shared(module, chain)
+    is_last_by_name = _outer_parameters(module, chain, options)
     if times is not None:
-        begins = balanced(times, num_stages)
+        begins = balance_stages(times, num_stages)
     elif isinstance(options.split, str):
         costs = [sum(p.numel() for p in block.parameters()) for block in chain.blocks]
         parameters = dict(module.named_parameters())
-        of_ends = [sum(parameters[name].numel() for name, is_last in outside.items() if is_last == i) for i in (0, 1)]
-        costs[0] += of_ends[0]
-        costs[-1] += of_ends[1]
-        begins = balanced(costs, num_stages)
+        for name, is_last in is_last_by_name.items():
+            costs[-1 if is_last else 0] += parameters[name].numel()
+        begins = balance_stages(costs, num_stages)
     else:
-        begins = _begins_of(options.split, chain, num_stages)
-    stage_of = {name: (num_stages - 1) * is_last for name, is_last in outside.items()}
-    ends = (*begins[1:], len(chain.blocks))
-    for stage, (begin, end) in enumerate(zip(begins, ends, strict=True)):
-        for number in range(begin, end):
-            block, prefix = chain.blocks[number], f"{chain.path_of(number)}."
-            for name, _ in [*block.named_parameters(prefix[:-1]), *block.named_buffers(prefix[:-1])]:
-                stage_of[name] = stage
-    return StageLayout(chain, begins, stage_of)
+        begins = _named_begins(options.split, chain, num_stages)
+    stage_by_name = {name: (num_stages - 1) * is_last for name, is_last in is_last_by_name.items()}
+    for stage, (begin, end) in enumerate(pairwise((*begins, len(chain.blocks)))):
+        for path, block in zip(chain.paths[begin:end], chain.blocks[begin:end], strict=True):
+            tensors = [*block.named_parameters(path), *block.named_buffers(path)]
+            stage_by_name.update((name, stage) for name, _ in tensors)
+    return StageLayout(chain, begins, stage_by_name)
 
 
 def find_chain(module: nn.Module, path: str) -> Chain:
@@ -105,7 +111,7 @@ def find_chain(module: nn.Module, path: str) -> Chain:
     return Chain(path, blocks)
 
 
-def balanced(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
+def balance_stages(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
     """Return the first block of each stage, so that the largest sum of costs over a stage's blocks is smallest.
 
     Raises ConfigError: there are fewer blocks than stages.
@@ -115,11 +121,9 @@ def balanced(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
             f"pipeline_parallel: the chain has {len(costs)} blocks, which cannot be split into {num_stages} stages. "
             "Use fewer ranks per pipeline, stages=..., or another chain=..."
         )
-    low, high = max(costs), sum(costs)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if len(_greedy(costs, middle)) <= num_stages else (middle + 1, high)
-    begins = _greedy(costs, low)
+    limits = range(max(costs), sum(costs) + 1)
+    index = bisect_left(limits, True, key=lambda limit: len(_greedy_begins(costs, limit)) <= num_stages)
+    begins = _greedy_begins(costs, limits[index])
     while len(begins) < num_stages:  # the largest stage stays; split any other that has two blocks
         ends = (*begins[1:], len(costs))
         widest = max(range(len(begins)), key=lambda stage: ends[stage] - begins[stage])
@@ -127,25 +131,24 @@ def balanced(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
     return tuple(begins)
 
 
-def _greedy(costs: Sequence[int], limit: int) -> list[int]:
+def _greedy_begins(costs: Sequence[int], limit: int) -> list[int]:
     """Return the first block of each stage when each takes as many blocks as cost no more than `limit` together."""
-    begins, taken = [0], 0
+    begins, stage_cost = [0], 0
     for number, cost in enumerate(costs):
-        if taken + cost > limit and number > begins[-1]:
+        if stage_cost + cost > limit and number > begins[-1]:
             begins.append(number)
-            taken = 0
-        taken += cost
+            stage_cost = 0
+        stage_cost += cost
     return begins
 
 
-def _begins_of(split: Sequence[str], chain: Chain, num_stages: int) -> tuple[int, ...]:
-    paths = [chain.path_of(number) for number in range(len(chain.blocks))]
+def _named_begins(split: Sequence[str], chain: Chain, num_stages: int) -> tuple[int, ...]:
     for name in split:
-        if name not in paths[1:]:
+        if name not in chain.paths[1:]:
             raise ConfigError(
-                f"split: '{name}' is no block after the first of '{chain.path}'{did_you_mean(name, paths)}"
+                f"split: '{name}' is no block after the first of '{chain.path}'{did_you_mean(name, chain.paths)}"
             )
-    begins = (0, *sorted({paths.index(name) for name in split}))
+    begins = (0, *sorted({chain.paths.index(name) for name in split}))
     if len(begins) != num_stages:
         raise ConfigError(
             f"split names {len(begins) - 1} blocks, which makes {len(begins)} stages, and there are {num_stages}. Name "
@@ -154,45 +157,38 @@ def _begins_of(split: Sequence[str], chain: Chain, num_stages: int) -> tuple[int
     return begins
 
 
-def _outside_of_chain(module: nn.Module, chain: Chain, options: StageOptions) -> dict[str, bool]:
+def _outer_parameters(module: nn.Module, chain: Chain, options: StageOptions) -> dict[str, bool]:
     """Return name -> whether the last stage has it, for parameters outside of the chain. Raises ConfigError."""
-    inside = {id(p) for block in chain.blocks for p in block.parameters()}
-    names = [name for name, parameter in module.named_parameters() if id(parameter) not in inside]
+    inner_ids = {id(p) for block in chain.blocks for p in block.parameters()}
+    outer: dict[str, bool] = {}
+    is_after = False  # named_parameters yields them in the order of registration
+    for name, parameter in module.named_parameters():
+        if id(parameter) not in inner_ids:
+            outer[name] = is_after
+        is_after = is_after or _is_below(name, chain.path)
     for option, paths in (("first_stage", options.first_stage), ("last_stage", options.last_stage)):
         for path in paths:
-            if not any(_is_below(name, path) for name in names):
+            names = [name for name in outer if _is_below(name, path)]
+            if not names:
                 raise ConfigError(
-                    f"{option}: no parameter outside of '{chain.path}' is at '{path}'{did_you_mean(path, names)}"
+                    f"{option}: no parameter outside of '{chain.path}' is at '{path}'{did_you_mean(path, outer)}"
                 )
-    order = [name for name, _ in module.named_parameters()]
-    begin = next((i for i, name in enumerate(order) if _is_below(name, chain.path)), 0)
-    found = {}
-    for name in names:
-        is_last = order.index(name) > begin
-        if any(_is_below(name, path) for path in options.first_stage):
-            is_last = False
-        if any(_is_below(name, path) for path in options.last_stage):
-            is_last = True
-        found[name] = is_last
-    return found
+            outer.update(dict.fromkeys(names, option == "last_stage"))
+    return outer
 
 
 def _is_below(name: str, path: str) -> bool:
     return name == path or name.startswith(f"{path}.")
 
 
-def _refuse_lazy(module: nn.Module) -> None:
-    """Raise ConfigError: a parameter has no shape yet."""
+def _refuse_layers(module: nn.Module) -> None:
+    """Raise ConfigError: a parameter has no shape yet; UnsupportedError: a layer's numbers depend on micro-batches."""
     for name, parameter in module.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise ConfigError(
                 f"'{name}' has no shape before the first forward (a lazy module). Run one batch through the module "
                 "before fit, in configure_model for example, or give the layer its size."
             )
-
-
-def _refuse(module: nn.Module, chain: Chain) -> None:
-    """Raise UnsupportedError where stages would not have the numbers of one process."""
     for path, submodule in module.named_modules():
         if isinstance(submodule, NORMS) and submodule.track_running_stats:
             raise UnsupportedError(
@@ -200,20 +196,70 @@ def _refuse(module: nn.Module, chain: Chain) -> None:
                 "micro-batches: the numbers would not be those of one process. Use GroupNorm or LayerNorm, or "
                 "strategy='ddp_tuned'."
             )
-    for names in _shared(module, chain):
+
+
+def _refuse_shared(module: nn.Module, chain: Chain) -> None:
+    """Raise UnsupportedError: a parameter is in several blocks, or modules outside of them."""
+    names_by_id: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names_by_id.setdefault(id(parameter), []).append(name)
+    for names in names_by_id.values():
+        places = {
+            next((path for path in chain.paths if _is_below(name, path)), name.rpartition(".")[0]) for name in names
+        }
+        if len(places) > 1:
+            raise UnsupportedError(
+                f"{' and '.join(map(repr, names))} are one parameter, in places that different stages may have. Untie "
+                "them, or use strategy='fsdp_tuned'."
+            )
+
+
+def refuse_run(trainer: Trainer, module: LightningModule) -> None:
+    """Raise UnsupportedError: the module, or a setting of the Trainer, cannot be exact in stages."""
+    if not module.automatic_optimization:
         raise UnsupportedError(
-            f"{' and '.join(map(repr, names))} are one parameter, in places that different stages may have. Untie "
-            "them, or use strategy='fsdp_tuned'."
+            "automatic_optimization=False: stages run backward in the order of their schedule, within training_step. "
+            "Return the loss from training_step, or use strategy='fsdp_tuned'."
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise UnsupportedError(
+            "training_step(dataloader_iter): a rank runs it more than once for a batch, and would draw others. Take a "
+            "batch: training_step(self, batch, batch_idx)."
+        )
+    if str(trainer.precision) not in PRECISIONS:
+        raise UnsupportedError(
+            f"Trainer(precision={trainer.precision!r}): pipeline_parallel supports {', '.join(map(repr, PRECISIONS))}. "
+            "Backward runs before the loss is scaled: use 'bf16-mixed'."
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+            raise UnsupportedError(
+                f"{type(callback).__name__} averages all weights on every rank, and a rank has those of its stage. "
+                "Remove it, or use strategy='fsdp_tuned'."
+            )
+    sparse = list(sparse_weights(module).values())
+    if sparse:
+        raise UnsupportedError(
+            f"'{sparse[0]}' has sparse gradients, which micro-batches do not add up. Set sparse=False for it, or use "
+            "strategy='torchrec_sharded'."
         )
 
 
-def _shared(module: nn.Module, chain: Chain) -> Iterator[list[str]]:
-    """Yield the names of each parameter that is in two blocks, or in the chain or before it and outside or after it."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    paths = [chain.path_of(number) for number in range(len(chain.blocks))]
-    for shared in names.values():
-        places = {next((path for path in paths if _is_below(name, path)), name.rpartition(".")[0]) for name in shared}
-        if len(places) > 1:
-            yield shared
+def refuse_optimizers(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
+    """Raise OptimizerError: an optimizer needs more than each parameter's own gradient, or holds others' parameters."""
+    current = {id(parameter) for parameter in module.parameters()}
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        if not updates_by_parameter(optimizer):
+            names = ", ".join(optimizer_type.__name__ for optimizer_type in KNOWN)
+            raise OptimizerError(
+                f"pipeline_parallel: {kind} is not known to update each parameter from its own gradient alone, and a "
+                f"rank has those of its stage. Use one of {names}."
+            )
+        for i, group in enumerate(optimizer.param_groups):
+            if stale := [tuple(p.shape) for p in group["params"] if id(p) not in current]:
+                raise OptimizerError(
+                    f"configure_optimizers gave {kind}, param group {i}, a parameter of shape {stale[0]} that is not "
+                    "in the module. Take parameters from self.parameters() in configure_optimizers, not from a list "
+                    "that was made before."
+                )

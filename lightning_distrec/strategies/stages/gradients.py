@@ -1,5 +1,6 @@
 """Gradients that a schedule has computed, and how they become those of the loss that Lightning sees."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 
-class _Delivered(torch.autograd.Function):
+class _ComputedLoss(torch.autograd.Function):
     """A loss whose backward has run already: its gradients are given to the parameters when Lightning asks for them.
 
     Lightning clears gradients, divides the loss (accumulate_grad_batches) and calls backward after training_step. As
@@ -21,17 +22,17 @@ class _Delivered(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, of_loss: Tensor) -> Any:  # type: ignore[override]
-        factor = of_loss.reshape(())
+    def backward(ctx: Any, loss_gradient: Tensor) -> Any:  # type: ignore[override]
+        factor = loss_gradient.reshape(())
         return None, None, *(g if g is None else g * factor.to(g.device, g.dtype) for g in ctx.gradients)
 
 
 class GradientsAside:
-    """Takes the gradients that a schedule computes, and leaves those that were there before."""
+    """Takes the gradients that a schedule computes, and puts aside those of earlier batches, which accumulate."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._before = [parameter.grad for parameter in self._parameters]
+        self._earlier_gradients = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -39,36 +40,41 @@ class GradientsAside:
         """Return the loss, whose backward delivers the gradients that have been computed."""
         gradients = [parameter.grad for parameter in self._parameters]
         self.restore()
-        anchor = torch.zeros((), device=loss.device, requires_grad=True)  # a stage may have nothing to learn
-        return _Delivered.apply(loss, [None, *gradients], anchor, *self._parameters)
+        # A stage may have nothing to learn, and autograd calls no backward where no input asks for a gradient.
+        anchor = torch.zeros((), device=loss.device, requires_grad=True)
+        return _ComputedLoss.apply(loss, [None, *gradients], anchor, *self._parameters)
 
     def restore(self) -> None:
-        """Put the gradients back that were there before."""
-        for parameter, gradient in zip(self._parameters, self._before, strict=True):
+        """Put the gradients of earlier batches back."""
+        for parameter, gradient in zip(self._parameters, self._earlier_gradients, strict=True):
             parameter.grad = gradient
 
 
-class PartGradients:
-    """Lets a loss that needs all micro-batches have its backward per micro-batch, as schedules run it."""
+class OutputGradients:
+    """Gradients of each micro-batch's output, for a schedule that asks for one loss per micro-batch.
+
+    The loss is that of the whole batch. Its backward down to the outputs has run before the schedule's first one.
+    """
 
     def __init__(self) -> None:
         self.gradients: Sequence[Tensor] = ()
-        """Of each micro-batch's output, once the loss is known."""
+        """Once the loss is known."""
 
-    def loss_of(self, output: Tensor, number: int) -> Tensor:
+    def proxy_loss(self, output: Tensor, number: int) -> Tensor:
         """Return a number whose backward passes on the gradient of this micro-batch's output."""
-        return _OfPart.apply(output, self, number)
+        return _ProxyLoss.apply(output, self, number)
 
 
-class _OfPart(torch.autograd.Function):
+class _ProxyLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, output: Tensor, of_parts: PartGradients, number: int) -> Tensor:
-        ctx.of_parts, ctx.number = of_parts, number
+    def forward(ctx: Any, output: Tensor, outputs: OutputGradients, number: int) -> Tensor:
+        # The gradients are looked up in backward: in the first micro-batches' forwards there are none yet.
+        ctx.outputs, ctx.number = outputs, number
         return output.new_zeros((), dtype=torch.float32)
 
     @staticmethod
-    def backward(ctx: Any, of_loss: Tensor) -> Any:  # type: ignore[override]
-        return ctx.of_parts.gradients[ctx.number], None, None
+    def backward(ctx: Any, loss_gradient: Tensor) -> Any:  # type: ignore[override]
+        return ctx.outputs.gradients[ctx.number], None, None
 
 
 def average_over_replicas(parameters: Sequence[nn.Parameter], group: Any, host_group: Any) -> None:
@@ -81,14 +87,14 @@ def average_over_replicas(parameters: Sequence[nn.Parameter], group: Any, host_g
     num_replicas = dist.get_world_size(group)
     if not trained or num_replicas == 1:
         return
-    used = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32)
-    dist.all_reduce(used, group=host_group)
-    by_type: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter, times in zip(trained, used.tolist(), strict=True):
-        if times:
-            by_type.setdefault(parameter.dtype, []).append(parameter)
-    for alike in by_type.values():
-        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in alike])
+    num_uses = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32)
+    dist.all_reduce(num_uses, group=host_group)
+    parameters_by_dtype = defaultdict(list)
+    for parameter, is_used in zip(trained, num_uses.tolist(), strict=True):
+        if is_used:
+            parameters_by_dtype[parameter.dtype].append(parameter)
+    for used in parameters_by_dtype.values():
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in used])
         dist.all_reduce(flat.div_(num_replicas), group=group)
-        for parameter, part in zip(alike, flat.split([p.numel() for p in alike]), strict=True):
+        for parameter, part in zip(used, flat.split([p.numel() for p in used]), strict=True):
             parameter.grad = part.view_as(parameter)

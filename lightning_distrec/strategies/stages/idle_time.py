@@ -28,7 +28,7 @@ class StageTimes:
         return cls(forward=[1.0] * num_stages, backward=[1.0] * num_stages)
 
 
-def times_of_stages(times: ChainTimes, begins: Sequence[int], num: int, schedule: Schedule) -> StageTimes:
+def stage_times(times: ChainTimes, begins: Sequence[int], num: int, schedule: Schedule) -> StageTimes:
     """Return the times of `num` micro-batches in stages that begin at these blocks."""
     ends = (*begins[1:], len(times.forward))
     forward = [sum(times.forward[begin:end]) / num for begin, end in zip(begins, ends, strict=True)]
@@ -48,12 +48,12 @@ def idle_share(times: StageTimes, num_ranks: int, num: int, schedule: Schedule, 
     host_seconds: what passes before each action. Other than that, sends take no time here.
     """
     num_stages = len(times.forward)
-    waiting = actions_of_ranks(schedule, num_ranks, num_stages, num)
+    pending = order_actions(schedule, num_ranks, num_stages, num)
     ended: dict[Action, float] = {}
     free = [0.0] * num_ranks
-    while any(waiting):
-        for rank, actions in enumerate(waiting):
-            while actions and (ready := _ready(actions[0], ended, num_stages, num, times.loss)) is not None:
+    while any(pending):
+        for rank, actions in enumerate(pending):
+            while actions and (ready := _ready_time(actions[0], ended, num_stages, num, times.loss)) is not None:
                 kind, stage, _ = actions[0]
                 seconds = (times.forward if kind == "forward" else times.backward)[stage]
                 free[rank] = ended[actions.pop(0)] = max(free[rank], ready) + host_seconds + seconds
@@ -61,8 +61,8 @@ def idle_share(times: StageTimes, num_ranks: int, num: int, schedule: Schedule, 
     return 1.0 - busy / (num_ranks * max(free)) if max(free) else 0.0
 
 
-def _ready(action: Action, ended: dict[Action, float], num_stages: int, num: int, loss: float) -> float | None:
-    """Return when an action's input is there; None: not known yet."""
+def _ready_time(action: Action, ended: dict[Action, float], num_stages: int, num: int, loss: float) -> float | None:
+    """Return when an action's input is there; None: the action that computes it has not been replayed yet."""
     kind, stage, microbatch = action
     if kind == "forward":
         return ended.get(("forward", stage - 1, microbatch)) if stage else 0.0
@@ -72,13 +72,13 @@ def _ready(action: Action, ended: dict[Action, float], num_stages: int, num: int
     return None if end is None else end + loss
 
 
-def actions_of_ranks(schedule: Schedule, num_ranks: int, num_stages: int, num: int) -> list[list[Action]]:
+def order_actions(schedule: Schedule, num_ranks: int, num_stages: int, num: int) -> list[list[Action]]:
     """Return what each rank computes, in order, as `StagedChain` does: 1F1B needs a micro-batch for each stage."""
     return pipeline_order("gpipe" if num < num_stages and schedule == "1f1b" else schedule, num_ranks, num_stages, num)
 
 
-def max_kept(actions: list[Action], bytes_by_stage: Mapping[int, float]) -> float:
-    """Return the most that a rank keeps at once of what its forwards keep for their backwards.
+def peak_activation_bytes(actions: list[Action], bytes_by_stage: Mapping[int, float]) -> float:
+    """Return the most bytes at once that a rank's forwards keep for their backwards.
 
     bytes_by_stage: what a stage's forwards of all micro-batches keep.
     """

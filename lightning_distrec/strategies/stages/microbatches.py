@@ -1,32 +1,42 @@
-"""Parts of a batch that are in the stages at the same time."""
+"""Divides a batch into micro-batches, and what blocks are called with next to their input."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_distrec.errors import UnsupportedError
+from lightning_distrec.strategies.stages.step_over_chain import Entry
 
 
-def num_parts(batch_size: int, wanted: int, fits: Callable[[int], bool] = lambda _: True) -> int:
-    """Return the largest number of equal parts, up to `wanted`, of a batch. fits: whether a schedule takes a number."""
-    return max(n for n in range(1, min(wanted, batch_size) + 1) if batch_size % n == 0 and (n == 1 or fits(n)))
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return all tensors of a collection."""
+    tensors: list[Tensor] = []
+    apply_to_collection(value, Tensor, tensors.append)
+    return tensors
 
 
-def parts_of(value: Any, num: int, batch_size: int) -> list[Any]:
+def num_microbatches(batch_size: int, limit: int, fits: Callable[[int], bool] = lambda _: True) -> int:
+    """Return the largest number of equal parts of a batch, up to a limit. fits: whether a schedule takes a number."""
+    return max(n for n in range(1, min(limit, batch_size) + 1) if batch_size % n == 0 and (n == 1 or fits(n)))
+
+
+def batch_size_of(batch: Any) -> int:
+    """Return the number of examples in a batch: the length of its first tensor. 0: it has no tensor."""
+    first = next(iter(tensors_in(batch)), None)
+    return 0 if first is None else len(first) if first.dim() else 1
+
+
+def split_batch(batch: Any, num: int) -> list[Any]:
     """Return parts of a batch: tensors are divided along their first dim, which must be that of examples.
 
-    Raises UnsupportedError: a tensor is not as long as the batch, or something else is in it than tensors and numbers.
+    Raises UnsupportedError: a tensor is not as long as the batch.
     """
     if num == 1:
-        return [value]
-
-    def part(index: int) -> Any:
-        return apply_to_collection(value, Tensor, lambda tensor: tensor.chunk(num)[index], allow_frozen=True)
-
-    def check(tensor: Tensor) -> None:
+        return [batch]
+    batch_size = batch_size_of(batch)
+    for tensor in tensors_in(batch):
         if not tensor.dim() or len(tensor) != batch_size:
             raise UnsupportedError(
                 f"a batch has a tensor of shape {tuple(tensor.shape)} next to {batch_size} examples, which cannot be "
@@ -34,17 +44,55 @@ def parts_of(value: Any, num: int, batch_size: int) -> list[Any]:
                 "schedule='gpipe', whose training_step gets whole batches."
             )
 
-    apply_to_collection(value, Tensor, check)
+    def part(index: int) -> Any:
+        return apply_to_collection(batch, Tensor, lambda tensor: tensor.chunk(num)[index], allow_frozen=True)
+
     return [part(index) for index in range(num)]
 
 
-def size_of(value: Any) -> int:
-    """Return the number of examples in a batch: the length of its first tensor. 0: it has no tensor."""
-    sizes: list[int] = []
-    apply_to_collection(value, Tensor, lambda tensor: sizes.append(len(tensor) if tensor.dim() else 1))
-    return sizes[0] if sizes else 0
+class BlockArguments:
+    """Divides arguments that have a row for each example, a padding mask for example, and passes on others.
+
+    Which ones have is learned from a part of a batch: they are shorter there.
+    """
+
+    def __init__(self) -> None:
+        self._have_rows: dict[Any, list[bool]] = {}
+        """Shapes of all tensors -> for each tensor, whether it has a row for each example."""
+
+    def split(self, entry: Entry, num: int, enter_part: Callable[[], Entry]) -> list[Any]:
+        """Return the arguments of all blocks, for each of `num` micro-batches.
+
+        enter_part: returns what the blocks are called with for the first micro-batch alone.
+        Raises UnsupportedError: a tensor is neither of the same shape there, nor of a share of its rows.
+        """
+        tensors = tensors_in(entry.arguments)
+        if num == 1 or not any(tensor.dim() and len(tensor) % num == 0 for tensor in tensors):
+            return [entry.arguments] * num
+        key = num, tuple(tensor.shape for tensor in tensors)
+        if key not in self._have_rows:
+            parts = tensors_in(enter_part().arguments)
+            self._have_rows[key] = [_has_rows(*pair, num) for pair in zip(tensors, parts, strict=True)]
+
+        def part(index: int) -> Any:
+            # apply_to_collection goes through tensors in the same order each time.
+            has_rows = iter(self._have_rows[key])
+            return apply_to_collection(
+                entry.arguments,
+                Tensor,
+                lambda tensor: tensor.chunk(num)[index] if next(has_rows) else tensor,
+                allow_frozen=True,
+            )
+
+        return [part(index) for index in range(num)]
 
 
-def weights_of(sizes: Sequence[int]) -> Tensor:
-    """Return each part's share of the examples."""
-    return torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
+def _has_rows(full: Tensor, part: Tensor, num: int) -> bool:
+    if full.shape == part.shape:
+        return False
+    if full.shape[1:] == part.shape[1:] and len(full) == num * len(part):
+        return True
+    raise UnsupportedError(
+        f"blocks take a tensor of shape {tuple(full.shape)} for a batch, and one of {tuple(part.shape)} for one of its "
+        f"{num} micro-batches. Let its first dim be that of examples, or set microbatches=1."
+    )

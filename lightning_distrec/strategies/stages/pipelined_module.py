@@ -1,8 +1,7 @@
 """A module whose chain is computed in stages: what a strategy does in place of the user's steps."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,285 +9,287 @@ from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_distrec.absent_tensors import WAY_OUT, is_absent
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import DataError, UnsupportedError
-from lightning_distrec.strategies.stages.chain import StageLayout
-from lightning_distrec.strategies.stages.divided_arguments import DividedArguments
-from lightning_distrec.strategies.stages.draws import StepDraws
-from lightning_distrec.strategies.stages.gradients import GradientsAside, PartGradients, average_over_replicas
-from lightning_distrec.strategies.stages.logged_values import Call, LoggedValues
-from lightning_distrec.strategies.stages.microbatches import num_parts, parts_of, size_of, weights_of
-from lightning_distrec.strategies.stages.placement import own_parameters
-from lightning_distrec.strategies.stages.stage_options import PipelineRanks, StageOptions
-from lightning_distrec.strategies.stages.staged_chain import StagedChain
-from lightning_distrec.strategies.stages.step_over_chain import Entry, StepOverChain, check_entry
+from lightning_distrec.strategies.stages.absent_tensors import WAY_OUT, is_absent
+from lightning_distrec.strategies.stages.gradients import GradientsAside, OutputGradients, average_over_replicas
+from lightning_distrec.strategies.stages.microbatches import (
+    BlockArguments,
+    batch_size_of,
+    num_microbatches,
+    split_batch,
+    tensors_in,
+)
+from lightning_distrec.strategies.stages.placement import present_parameters
+from lightning_distrec.strategies.stages.stage_options import StageOptions
+from lightning_distrec.strategies.stages.staged_chain import ComputeLoss, StagedChain
+from lightning_distrec.strategies.stages.step_effects import LogCall, LoggedValues, StepDraws
+from lightning_distrec.strategies.stages.step_over_chain import Entry, enter_chain, leave_chain
 
-Step = Callable[..., Any]
-"""A step of the user's, in the Trainer's precision; its first argument is the batch."""
-CLOSE = 1e-3
+TOLERANCE = 1e-3
 """How far the mean of micro-batches' losses may be from the loss of the whole batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCall:
+    """A call of one of the user's steps."""
+
+    name: str
+    step: Callable[..., Any]
+    """In the Trainer's precision."""
+    batch: Any
+    indices: tuple[Any, ...]
+    """Of the batch, and of the dataloader, where Lightning passes them."""
+
+    def __call__(self) -> Any:
+        """Run the step."""
+        return self.step(self.batch, *self.indices)
+
+
+@dataclass(kw_only=True)
+class StepOutcome:
+    """What the last stage has of a step; empty on the others."""
+
+    result: Any = None
+    losses: list[Tensor] = field(default_factory=list)
+    """Of each micro-batch, or of the whole batch."""
+    log_calls: list[list[LogCall]] = field(default_factory=list)
+    """The same."""
 
 
 class PipelinedModule:
     """Runs the steps of a module during one run."""
 
     def __init__(
-        self,
-        module: LightningModule,
-        layout: StageLayout,
-        ranks: PipelineRanks,
-        options: StageOptions,
-        device: torch.device,
-        context: Callable[[], AbstractContextManager[Any]],
-        consensus: Consensus,
+        self, module: LightningModule, chain: StagedChain, options: StageOptions, consensus: Consensus
     ) -> None:
-        self._layout, self._ranks, self._options, self._consensus = layout, ranks, options, consensus
-        self._step = StepOverChain(layout.chain)
-        self._chain = StagedChain(layout, ranks, options.schedule, device, context)
+        self._module, self._staged, self._options, self._consensus = module, chain, options, consensus
+        self._chain, self._ranks = chain.layout.chain, chain.ranks
+        self._parameters = present_parameters(module)
         self._log = LoggedValues(module)
-        self._arguments = DividedArguments()
-        self._own = own_parameters(module)
-        self._module = module
-        self._draws = StepDraws(ranks.messages)
-        self._is_last = ranks.num_stages - 1 in ranks.stages
+        self._arguments = BlockArguments()
+        self._draws = StepDraws(chain.ranks.messages)
+        self._has_first = 0 in chain.ranks.stages
+        self._has_last = chain.ranks.num_stages - 1 in chain.ranks.stages
         self._entered: set[str] = set()
-        self._device = device
-        self._syncs = True
-        self._evaluated = 0
+        self._num_calls = 0
+        self.syncs_gradients = True
+        """Whether the next backward ends with averaging gradients over the replicas."""
 
     # -- training
 
-    def training_step(self, step: Step, batch: Any, *others: Any) -> Any:
+    def training_step(self, call: StepCall) -> Any:
         """Collective. Run training_step and its backward in stages. Returns the loss, whose gradients are computed."""
-        self._begin("training_step", batch, *others)
-        aside = GradientsAside(self._own)
+        self._begin(call)
+        aside = GradientsAside(self._parameters)
         try:
-            by_batch = self._options.schedule == "gpipe"
-            result, message = (self._by_batch if by_batch else self._by_microbatch)(step, batch, others)
+            compute = self._compute_batch if self._options.schedule == "gpipe" else self._compute_microbatches
+            result, message = compute(call)
         except BaseException:
             aside.restore()
             raise
-        self._repeat(message)
-        if message["refused"]:
-            raise UnsupportedError(message["refused"])
+        self._log.repeat(message["log_calls"])
         if message["loss"] is None:
             aside.restore()
             return None
-        loss = aside.loss_with_gradients(message["loss"].to(self._device))
+        loss = aside.loss_with_gradients(message["loss"].to(self._staged.device))
         return {**result, "loss": loss} if isinstance(result, dict) else loss
 
-    def _by_batch(self, step: Step, batch: Any, others: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
+    def _compute_batch(self, call: StepCall) -> tuple[Any, dict[str, Any]]:
         """Compute the loss of the whole batch, once all of its micro-batches have been through the chain."""
-        run = partial(step, batch, *others)
-        entry = self._enter("training_step", [run])[0]
-        num = num_parts(len(entry.value), self._options.microbatches, self._chain.fits)
+        entry = self._enter([call])[0]
+        num = self._num_microbatches(len(entry.value))
         outputs: list[Tensor] = []
-        of_parts, found = PartGradients(), _Found()
+        gradients, outcome = OutputGradients(), StepOutcome()
 
-        def loss_of(output: Tensor, number: int) -> Tensor:
+        def compute_loss(output: Tensor, number: int) -> Tensor:
             outputs.append(output.detach())
             if len(outputs) == num:
                 full = torch.cat(outputs).requires_grad_()
-                loss = self._leave(run, 0, full, found)
+                loss = self._leave(call, 0, full, outcome)
                 if loss is not None:
                     loss.backward()
-                gradient = torch.zeros_like(full) if full.grad is None else full.grad
-                of_parts.gradients = gradient.chunk(num)
-            return of_parts.loss_of(output, number)
+                gradients.gradients = _gradient_or_zeros(full).chunk(num)
+            return gradients.proxy_loss(output, number)
 
-        self._compute([entry], self._split(entry, num, step, batch, others), loss_of)
-        return found.result, self._message(found, torch.ones(1, dtype=torch.float64))
+        self._compute_chain([entry], self._split_arguments(entry, num, call), compute_loss)
+        return outcome.result, self._share(outcome)
 
-    def _by_microbatch(self, step: Step, batch: Any, others: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
+    def _compute_microbatches(self, call: StepCall) -> tuple[Any, dict[str, Any]]:
         """Compute the loss of each micro-batch as soon as it has been through the chain."""
-        size = size_of(batch)
-        num = num_parts(size, self._options.microbatches, self._chain.fits)
-        runs = [partial(step, part, *others) for part in parts_of(batch, num, size)]
-        is_first = "training_step" not in self._entered
-        entries = self._enter("training_step", runs)
+        num = self._num_microbatches(batch_size_of(call.batch))
+        calls = [replace(call, batch=part) for part in split_batch(call.batch, num)]
+        is_first = call.name not in self._entered
+        entries = self._enter(calls)
         outputs: list[Tensor] = []
-        found = _Found()
+        outcome = StepOutcome()
 
-        def loss_of(output: Tensor, number: int) -> Tensor:
+        def compute_loss(output: Tensor, number: int) -> Tensor:
             if is_first:
                 outputs.append(output.detach())
-            loss = self._leave(runs[number], number, output, found)
+            loss = self._leave(calls[number], number, output, outcome)
             if loss is None:
                 raise UnsupportedError("training_step returned no loss for a micro-batch. Use schedule='gpipe'.")
             return loss / num
 
-        self._compute(entries, [entry.others for entry in entries], loss_of)
-        message = self._message(found, weights_of([1] * num))
+        self._compute_chain(entries, [entry.arguments for entry in entries], compute_loss)
+        message = self._share(outcome)
         if is_first:
-            run = partial(step, batch, *others)
-            refused = self._refusal(run, torch.cat(outputs), message) if self._is_last else ""
-            message["refused"] = self._ranks.messages.all_gather(refused)[-1]
-        return found.result, message
+            refusal = self._refusal(call, torch.cat(outputs), message) if self._has_last else ""
+            # On all ranks, as only the last one can compare.
+            if refusal := self._ranks.messages.all_gather(refusal)[-1]:
+                raise UnsupportedError(refusal)
+        return outcome.result, message
 
-    def _compute(self, entries: list[Entry], arguments: Any, loss_of: Any) -> None:
+    def _compute_chain(self, entries: Sequence[Entry], arguments: Any, compute_loss: ComputeLoss) -> None:
         values = [entry.value for entry in entries]
-        learns = 0 in self._ranks.stages and values[0].requires_grad
+        learns = self._has_first and values[0].requires_grad
         value = torch.cat([v.detach() for v in values]) if len(values) > 1 else values[0].detach()
         value.requires_grad_(learns)
-        with self._draws.of(-1 - self._ranks.rank):
-            self._chain.compute(value, arguments, loss_of)
+        with self._draws.seeded(-1 - self._ranks.rank):
+            self._staged.compute(value, arguments, compute_loss)
         if learns:
-            gradient = torch.zeros_like(value) if value.grad is None else value.grad
-            torch.autograd.backward(values, list(gradient.chunk(len(values))))
+            torch.autograd.backward(values, list(_gradient_or_zeros(value).chunk(len(values))))
 
-    def _leave(self, run: Callable[[], Any], number: int, output: Tensor, found: "_Found") -> Tensor | None:
+    def _leave(self, call: StepCall, number: int, output: Tensor, outcome: StepOutcome) -> Tensor | None:
         """Run the user's step from the chain's output on. Returns its loss. Raises UnsupportedError: it is absent."""
-        with self._draws.of(number), self._log.recorded() as calls:
-            result = self._step.leave(run, output)
-        if is_absent(result) or is_absent([call["value"] for call in calls]):
+        with self._draws.seeded(number), self._log.recorded() as log_calls:
+            result = leave_chain(self._chain, call, output)
+        if is_absent(result) or is_absent([log_call["value"] for log_call in log_calls]):
             raise UnsupportedError(
                 "what a step returns or logs depends on weights that another stage has, and this one has no values of: "
-                f"those of '{self._layout.chain.path}', or of what is registered before it. {WAY_OUT}"
+                f"those of '{self._chain.path}', or of what is registered before it. {WAY_OUT}"
             )
-        loss = result["loss"] if isinstance(result, dict) else result
-        found.result = result
-        found.calls.append(calls)
+        outcome.result = result
+        outcome.log_calls.append(log_calls)
+        loss: Tensor | None = _loss_in(result)
         if loss is not None:
-            found.losses.append(loss.detach())
+            outcome.losses.append(loss.detach())
         return loss
 
-    def _refusal(self, run: Callable[[], Any], output: Tensor, message: dict[str, Any]) -> str:
+    def _refusal(self, call: StepCall, output: Tensor, message: dict[str, Any]) -> str:
         """Return what of the step is not the mean of the same of its micro-batches; "" if all is. On the last stage.
 
         A step that draws at random draws other numbers for a batch than for its micro-batches, and is not compared.
         """
-        found = _Found()
-        self._draws.has_drawn = False
-        with torch.no_grad(), self._log.metrics_unchanged():
-            of_batch = self._leave(run, 0, output, found)
-        has_drawn, self._draws.has_drawn = self._draws.has_drawn, None
-        if has_drawn or of_batch is None:
-            return ""
-        pairs = [("training_step's loss", of_batch, message["loss"])]
-        means = {call["name"]: call.get("value") for call in message["calls"]}
-        for call in found.calls[0]:
-            value, mean = call["value"], means.get(call["name"])
+        with torch.no_grad(), self._log.metrics_unchanged(), self._draws.seeded(0) as has_drawn:
+            with self._log.recorded() as log_calls:
+                loss = _loss_in(leave_chain(self._chain, call, output))
+            if has_drawn() or loss is None:
+                return ""
+        pairs = [("training_step's loss", loss, message["loss"])]
+        means = {log_call["name"]: log_call.get("value") for log_call in message["log_calls"]}
+        for log_call in log_calls:
+            value, mean = log_call["value"], means.get(log_call["name"])
             if mean is not None and isinstance(value, (Tensor, int, float)):
-                pairs.append((f"self.log({call['name']!r})", torch.as_tensor(value).detach().cpu(), mean))
-        for what, of_all, mean in pairs:
-            if not torch.allclose(mean.double().cpu(), of_all.detach().double().cpu(), rtol=CLOSE, atol=CLOSE):
+                pairs.append((f"self.log({log_call['name']!r})", torch.as_tensor(value).detach().cpu(), mean))
+        for description, value, mean in pairs:
+            if not torch.allclose(mean.double().cpu(), value.detach().double().cpu(), rtol=TOLERANCE, atol=TOLERANCE):
                 return (
-                    f"{what} of the first batch is {_shown(of_all)}, and the mean over its micro-batches is "
-                    f"{_shown(mean)}: it is not a mean over examples, as schedule={self._options.schedule!r} needs it. "
-                    "Use schedule='gpipe', which computes it of the whole batch."
+                    f"{description} of the first batch is {_format_value(value)}, and the mean over its micro-batches "
+                    f"is {_format_value(mean)}: it is not a mean over examples, as "
+                    f"schedule={self._options.schedule!r} needs it. Use schedule='gpipe', which computes it of the "
+                    "whole batch."
                 )
         return ""
 
+    def average_gradients(self) -> None:
+        """Collective among the replicas, after a backward, unless gradients accumulate."""
+        if self.syncs_gradients:
+            average_over_replicas(self._parameters, self._ranks.same_stage, self._ranks.same_stage_host)
+
     # -- evaluation
 
-    def evaluation_step(self, name: str, step: Step, batch: Any, *others: Any) -> Any:
+    def evaluation_step(self, call: StepCall) -> Any:
         """Collective. Run a step without backward. Every rank returns, and logs, what the last stage does."""
-        self._begin(name, batch, *others)
-        run = partial(step, batch, *others)
-        entry = self._enter(name, [run])[0]
-        num = num_parts(len(entry.value), self._options.microbatches, self._chain.fits)
-        arguments = self._split(entry, num, step, batch, others)
-        with self._draws.of(-1 - self._ranks.rank):
-            outputs = self._chain.compute(entry.value, arguments, None)
-        found = _Found()
-        if self._is_last:
-            self._leave_evaluation(run, torch.cat(outputs), found)
-        message = self._message(found, torch.ones(1, dtype=torch.float64), with_result=True)
-        self._repeat(message)
+        self._begin(call)
+        entry = self._enter([call])[0]
+        arguments = self._split_arguments(entry, self._num_microbatches(len(entry.value)), call)
+        with self._draws.seeded(-1 - self._ranks.rank):
+            outputs = self._staged.compute(entry.value, arguments, None)
+        outcome = StepOutcome()
+        if self._has_last:
+            with self._draws.seeded(0), self._log.recorded() as log_calls:
+                outcome.result = leave_chain(self._chain, call, torch.cat(outputs))
+            outcome.log_calls.append(log_calls)
+        message = self._share(outcome, with_result=True)
+        self._log.repeat(message["log_calls"])
         return message["result"]
-
-    def _leave_evaluation(self, run: Callable[[], Any], output: Tensor, found: "_Found") -> None:
-        with self._draws.of(0), self._log.recorded() as calls:
-            found.result = self._step.leave(run, output)
-        found.calls.append(calls)
 
     # -- both
 
-    def _begin(self, name: str, batch: Any, *others: Any) -> None:
+    def _begin(self, call: StepCall) -> None:
+        """Collective for a loop's first batch. Begin a step. Raises DataError: the ranks have different ones."""
         trainer = self._module.trainer
-        self._evaluated += 1
-        number = trainer.fit_loop.batch_idx if name == "training_step" else others[0] if others else self._evaluated
+        self._num_calls += 1
+        index = call.indices[0] if call.indices else self._num_calls
+        number = trainer.fit_loop.batch_idx if call.name == "training_step" else index
         self._draws.begin_step(trainer.global_step, number)
-        if number == 0 or name not in self._entered:
-            sums: list[float] = []
-            apply_to_collection(batch, Tensor, lambda tensor: sums.append(float(tensor.detach().double().sum())))
-            of_ranks = self._ranks.messages.all_gather(sums)
-            if any(of_rank != of_ranks[0] for of_rank in of_ranks):
+        if number == 0 or call.name not in self._entered:
+            sums = [float(tensor.detach().double().sum()) for tensor in tensors_in(call.batch)]
+            per_rank_sums = self._ranks.messages.all_gather(sums)
+            if any(rank_sums != per_rank_sums[0] for rank_sums in per_rank_sums):
                 raise DataError(
-                    f"{name}: the ranks of a pipeline have different batches. Let the Trainer make the sampler, or "
-                    "give yours num_replicas and rank of trainer.distributed_sampler_kwargs."
+                    f"{call.name}: the ranks of a pipeline have different batches. Let the Trainer make the sampler, "
+                    "or give yours num_replicas and rank of trainer.distributed_sampler_kwargs."
                 )
 
-    def _enter(self, name: str, runs: Sequence[Callable[[], Any]]) -> list[Entry]:
+    def _num_microbatches(self, batch_size: int) -> int:
+        return num_microbatches(batch_size, self._options.microbatches, self._staged.fits)
+
+    def _enter(self, calls: Sequence[StepCall]) -> list[Entry]:
         """Run the user's step up to the chain; in the first step all ranks raise what one raises."""
 
         def enter() -> list[Entry]:
-            found = []
-            for number, run in enumerate(runs):
-                with self._draws.of(number), self._log.recorded():
-                    found.append(self._step.enter(run))
-                check_entry(found[-1], 0 in self._ranks.stages, self._layout.chain)
-            return found
+            return [self._enter_part(call, number) for number, call in enumerate(calls)]
 
+        name = calls[0].name
         if name in self._entered:
             return enter()
         self._entered.add(name)
         return self._consensus.all_or_none(f"the first {name}", enter)
 
-    def _split(self, entry: Entry, num: int, step: Step, batch: Any, others: Sequence[Any]) -> list[Any]:
-        """Return the blocks' other arguments for each micro-batch. Raises UnsupportedError: see DividedArguments."""
+    def _enter_part(self, call: StepCall, number: int) -> Entry:
+        with self._draws.seeded(number), self._log.recorded():
+            return enter_chain(self._chain, call, self._has_first)
+
+    def _split_arguments(self, entry: Entry, num: int, call: StepCall) -> list[Any]:
+        """Return the blocks' other arguments for each micro-batch. Raises UnsupportedError: see BlockArguments."""
 
         def enter_part() -> Entry:
-            part = parts_of(batch, num, size_of(batch))[0]
-            with self._draws.of(0), self._log.recorded():
-                return self._step.enter(partial(step, part, *others))
+            return self._enter_part(replace(call, batch=split_batch(call.batch, num)[0]), 0)
 
-        return self._arguments.of(entry, num, enter_part)
+        return self._arguments.split(entry, num, enter_part)
 
-    def _message(self, found: "_Found", weights: Tensor, with_result: bool = False) -> dict[str, Any]:
-        """Collective among the ranks of a pipeline. Return what the last stage has found."""
-        mine: dict[str, Any] = {"seed": self._draws.seed}
-        if self._is_last:
-            loss = (torch.stack(found.losses).cpu().double() * weights).sum() if found.losses else None
-            mine |= {
-                "loss": None if loss is None else loss.to(found.losses[0].dtype),
-                "calls": self._log.to_send(found.calls, weights),
-                "result": apply_to_collection(found.result, Tensor, lambda t: t.detach().cpu())
-                if with_result
-                else None,
-                "refused": "",
+    def _share(self, outcome: StepOutcome, with_result: bool = False) -> dict[str, Any]:
+        """Collective among the ranks of a pipeline. Return what the last stage has of a step, as plain values."""
+        message: dict[str, Any] = {"seed": self._draws.seed}
+        if self._has_last:
+            # Micro-batches are of one size: their mean weighs all examples alike.
+            losses = torch.stack(outcome.losses) if outcome.losses else None
+            result = outcome.result if with_result else None
+            message |= {
+                "loss": None if losses is None else losses.cpu().double().mean().to(losses.dtype),
+                "log_calls": self._log.mean_calls(outcome.log_calls),
+                "result": apply_to_collection(result, Tensor, lambda tensor: tensor.detach().cpu()),
             }
-        of_ranks: list[dict[str, Any]] = self._ranks.messages.all_gather(mine)
-        if any(of_rank["seed"] != mine["seed"] for of_rank in of_ranks):
+        messages: list[dict[str, Any]] = self._ranks.messages.all_gather(message)
+        if any(remote["seed"] != message["seed"] for remote in messages):
             raise UnsupportedError(
                 "torch's random generator has different states on the ranks of a pipeline, so that they would draw "
                 "other numbers in a step. Between steps (in callbacks, in hooks), draw on all ranks alike, or from a "
                 "generator of your own."
             )
-        return of_ranks[-1]
-
-    def _repeat(self, message: dict[str, Any]) -> None:
-        self._log.repeat(message["calls"])
-
-    def average_gradients(self) -> None:
-        """Collective among the replicas, after a backward, unless gradients accumulate."""
-        if self._syncs:
-            average_over_replicas(self._own, self._ranks.same_stage, self._ranks.same_stage_host)
-
-    def set_sync(self, syncs: bool) -> None:
-        """Whether the next backward ends with averaging gradients over the replicas."""
-        self._syncs = syncs
+        return messages[-1]
 
 
-class _Found:
-    """What the last stage finds in one step."""
-
-    def __init__(self) -> None:
-        self.result: Any = None
-        self.losses: list[Tensor] = []
-        self.calls: list[list[Call]] = []
+def _loss_in(result: Any) -> Any:
+    return result["loss"] if isinstance(result, dict) else result
 
 
-def _shown(value: Tensor) -> str:
+def _gradient_or_zeros(tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+
+
+def _format_value(value: Tensor) -> str:
     return f"{float(value):.6g}" if value.numel() == 1 else str(value.tolist())

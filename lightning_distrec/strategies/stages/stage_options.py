@@ -51,8 +51,8 @@ class StageOptions:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1.")
         if self.schedule not in get_args(Schedule):
-            known = ", ".join(map(repr, get_args(Schedule)))
-            raise ConfigError(f"schedule={self.schedule!r} is not known. Use one of {known}.")
+            schedules = ", ".join(map(repr, get_args(Schedule)))
+            raise ConfigError(f"schedule={self.schedule!r} is not known. Use one of {schedules}.")
         if (self.stages_per_rank > 1) != (self.schedule == "interleaved_1f1b"):
             raise ConfigError(
                 f"stages_per_rank={self.stages_per_rank} and schedule={self.schedule!r}: a rank computes several "
@@ -106,19 +106,19 @@ def pipeline_ranks(options: StageOptions, rank: int, world: int, timeout: Any) -
     Raises ConfigError: they cannot be divided evenly among pipelines.
     """
     num_ranks = ranks_of_pipeline(options, world)
-    replica, mine = divmod(rank, num_ranks)
+    replica, pipeline_rank = divmod(rank, num_ranks)
     seconds = timeout.total_seconds()
     pipelines = [list(range(first, first + num_ranks)) for first in range(0, world, num_ranks)]
-    same = [list(range(first, world, num_ranks)) for first in range(num_ranks)]
+    replicas = [list(range(first, world, num_ranks)) for first in range(num_ranks)]
     return PipelineRanks(
-        rank=mine,
+        rank=pipeline_rank,
         num_ranks=num_ranks,
         replica=replica,
         num_replicas=world // num_ranks,
-        stages=tuple(mine + i * num_ranks for i in range(options.stages_per_rank)),
+        stages=tuple(pipeline_rank + i * num_ranks for i in range(options.stages_per_rank)),
         num_stages=num_ranks * options.stages_per_rank,
         pipeline=dist.new_subgroups_by_enumeration(pipelines, timeout=timeout)[0],
-        same_stage=dist.new_subgroups_by_enumeration(same, timeout=timeout)[0],
-        same_stage_host=dist.new_subgroups_by_enumeration(same, timeout=timeout, backend="gloo")[0],
+        same_stage=dist.new_subgroups_by_enumeration(replicas, timeout=timeout)[0],
+        same_stage_host=dist.new_subgroups_by_enumeration(replicas, timeout=timeout, backend="gloo")[0],
         messages=Consensus(seconds, RankFlags(), pipelines[replica]),
     )

@@ -26,10 +26,10 @@ class SpannedStage(PipelineStage):
     """
 
     _receives: Receives | None = None
-    """Those of the step that runs, but for those that torch has asked for; None: none is made yet."""
+    """Those of the current step that torch has not asked for; None: none has been posted yet."""
 
     def begin_step(self) -> None:
-        """Let the next receive that torch asks for make all those of a new step."""
+        """Let the next receive that torch asks for post all those of a new step."""
         self._receives = None
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -46,13 +46,13 @@ class SpannedStage(PipelineStage):
         """Return the receives of a micro-batch's input."""
         if self.device.type != "cpu":
             return super().get_fwd_recv_ops(fwd_chunk_id)
-        return self._made().pop((False, fwd_chunk_id))
+        return self._posted_receives().pop((False, fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
         """Return the receives of the gradient of a micro-batch's output."""
         if self.device.type != "cpu":
             return super().get_bwd_recv_ops(bwd_chunk_id)
-        return self._made().pop((True, bwd_chunk_id))
+        return self._posted_receives().pop((True, bwd_chunk_id))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
         """Return the sends of a micro-batch's output."""
@@ -62,32 +62,35 @@ class SpannedStage(PipelineStage):
         """Return the sends of the gradient of a micro-batch's input."""
         return self._tagged(super().get_bwd_send_ops(bwd_chunk_id), self.stage_index - 1, True, bwd_chunk_id)
 
-    def _made(self) -> Receives:
+    def _posted_receives(self) -> Receives:
+        """Post the receives of a step at its first one. torch's schedule "posts" them later, and gets these works."""
         if self._receives is None:
             self._receives = {}
-            for is_gradient, of_chunk in ((False, super().get_fwd_recv_ops), (True, super().get_bwd_recv_ops)):
+            for is_gradient, make in ((False, super().get_fwd_recv_ops), (True, super().get_bwd_recv_ops)):
                 for number in self.args_recv_info:
-                    made = self._tagged(of_chunk(number), self.stage_index, is_gradient, number)
-                    for each in made:
-                        work = each.op(each.tensor, group=each.group, tag=each.tag, group_src=each.group_peer)
-                        each.op = partial(_already_made, work)
-                    self._receives[is_gradient, number] = made
+                    operations = self._tagged(make(number), self.stage_index, is_gradient, number)
+                    for operation in operations:
+                        group, peer = operation.group, operation.group_peer
+                        work = operation.op(operation.tensor, group=group, tag=operation.tag, group_src=peer)
+                        operation.op = partial(_posted, work)
+                    self._receives[is_gradient, number] = operations
         return self._receives
 
     def _tagged(self, operations: list[Any], to_stage: int, is_gradient: bool, number: int) -> list[Any]:
         """Return operations with a tag that no others of the step have, by which gloo matches sends and receives."""
-        for each in operations if self.device.type == "cpu" else ():
-            each.tag = 1 + 2 * (to_stage * len(self.args_recv_info) + number) + is_gradient
+        if self.device.type == "cpu":
+            for operation in operations:
+                operation.tag = 1 + 2 * (to_stage * len(self.args_recv_info) + number) + is_gradient
         return operations
 
 
-def _already_made(work: Any, *_: Any, **__: Any) -> Any:
+def _posted(work: Any, *_: Any, **__: Any) -> Any:
     return work
 
 
 Arguments = list[tuple[tuple[Any, ...], dict[str, Any]]]
 """Of each block: what it is called with but for its first argument."""
-LossOf = Callable[[Tensor, int], Tensor]
+ComputeLoss = Callable[[Tensor, int], Tensor]
 """Returns the loss of a micro-batch: of its output and its number."""
 
 
@@ -96,7 +99,7 @@ class Blocks(nn.Module):
 
     def __init__(self, layout: StageLayout, stage: int, context: Callable[[], AbstractContextManager[Any]]) -> None:
         super().__init__()
-        self._numbers = layout.blocks_of(stage)
+        self._numbers = layout.block_numbers(stage)
         self.blocks = nn.ModuleList(layout.chain.blocks[number] for number in self._numbers)
         self._context = context
         self.arguments: Sequence[Arguments] = []
@@ -124,69 +127,71 @@ class StagedChain:
         context: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         """context: around the forward of a stage, as the Trainer's precision has it."""
-        self._layout, self._ranks, self._schedule, self._device = layout, ranks, schedule, device
+        self.layout, self.ranks, self.device = layout, ranks, device
+        self._schedule = schedule
         self.blocks = [Blocks(layout, stage, context) for stage in ranks.stages]
         self._schedules: dict[Any, tuple[Any, list[SpannedStage]]] = {}
-        self._loss_of: LossOf | None = None
-        self._infers = False
+        self._compute_loss: ComputeLoss | None = None
+        self._infers_shapes = False
 
     def fits(self, num: int) -> bool:
         """Whether the schedule takes this number of micro-batches. Source: torch's ScheduleInterleaved1F1B."""
-        return len(self.blocks) == 1 or num % max(1, num // self._ranks.num_ranks) == 0
+        return len(self.blocks) == 1 or num % max(1, num // self.ranks.num_ranks) == 0
 
-    def compute(self, value: Tensor, arguments: Sequence[Arguments], loss_of: LossOf | None) -> list[Tensor]:
+    def compute(self, value: Tensor, arguments: Sequence[Arguments], compute_loss: ComputeLoss | None) -> list[Tensor]:
         """Collective among the ranks of a pipeline. Compute the chain, and its backward if there is a loss.
 
         value: the chain's input; ranks other than the first only take its shape. arguments: of each micro-batch.
-        loss_of: called on the last stage. Returns the output of each micro-batch there, and [] on the others.
+        compute_loss: called on the last stage. Returns the output of each micro-batch there, and [] on the others.
         """
         num = len(arguments)
-        schedule, stages = self._schedule_for(value, num, loss_of is not None)
-        self._loss_of = loss_of
+        schedule, stages = self._schedule_for(value, num, compute_loss is not None)
+        self._compute_loss = compute_loss
         for blocks in self.blocks:
             blocks.arguments = arguments
         for stage in stages:
             stage.begin_step()
         numbers = torch.arange(num)
-        inputs = (value,) if 0 in self._ranks.stages else ()
-        target = numbers if loss_of is not None else None
-        by_user: BaseException
+        inputs = (value,) if 0 in self.ranks.stages else ()
+        target = numbers if compute_loss is not None else None
+        user_error: BaseException
         try:
-            merged = schedule.step(*inputs, target=target, microbatch=numbers, return_outputs=loss_of is None)
+            merged = schedule.step(*inputs, target=target, microbatch=numbers, return_outputs=compute_loss is None)
             return [] if merged is None else list(merged.chunk(num))
         except RuntimeError as error:
             if error.__cause__ is None:
                 raise
-            by_user = error.__cause__
+            user_error = error.__cause__
         finally:
-            self._loss_of = None
+            self._compute_loss = None
             for blocks in self.blocks:
                 blocks.arguments = []
-        raise by_user  # what a block raises, which torch's stages replace by an error of their own
+        raise user_error  # what a block raises, which torch's stages replace by an error of their own
 
     def _schedule_for(self, value: Tensor, num: int, learns: bool) -> tuple[Any, list[SpannedStage]]:
         """Return the schedule, and its stages, for inputs of a shape: torch's stages have buffers of fixed shapes."""
         key = tuple(value.shape), value.dtype, num, learns
-        self._infers = learns and key not in self._schedules
+        self._infers_shapes = learns and key not in self._schedules
         if key not in self._schedules:
             stages = [
-                SpannedStage(blocks, stage, self._ranks.num_stages, self._device, group=self._ranks.pipeline)
-                for stage, blocks in zip(self._ranks.stages, self.blocks, strict=True)
+                SpannedStage(blocks, stage, self.ranks.num_stages, self.device, group=self.ranks.pipeline)
+                for stage, blocks in zip(self.ranks.stages, self.blocks, strict=True)
             ]
             loss = self._loss if learns else None
             if len(stages) > 1:
-                made: Any = ScheduleInterleaved1F1B(list(stages), num, loss, scale_grads=False)
-            elif self._schedule == "1f1b" and learns and num >= self._ranks.num_stages:
-                made = Schedule1F1B(stages[0], num, loss, scale_grads=False)
+                schedule: Any = ScheduleInterleaved1F1B(list(stages), num, loss, scale_grads=False)
+            elif self._schedule == "1f1b" and learns and num >= self.ranks.num_stages:
+                schedule = Schedule1F1B(stages[0], num, loss, scale_grads=False)
             else:
-                made = ScheduleGPipe(stages[0], num, loss, scale_grads=False)
-            self._schedules[key] = made, stages
+                schedule = ScheduleGPipe(stages[0], num, loss, scale_grads=False)
+            self._schedules[key] = schedule, stages
         return self._schedules[key]
 
     def _loss(self, output: Tensor, number: Tensor) -> Tensor:
-        if self._infers:  # torch infers shapes by a first forward and backward whose numbers nobody sees
-            self._infers = False
+        if self._infers_shapes:
+            # torch infers shapes by a first forward and backward, whose numbers nobody sees: no step of the user's.
+            self._infers_shapes = False
             return output.sum()
-        assert self._loss_of is not None
-        with spans.span(f"{spans.STAGE_LOSS} {self._ranks.num_stages - 1} {int(number)}"):
-            return self._loss_of(output, int(number))
+        assert self._compute_loss is not None
+        with spans.span(f"{spans.STAGE_LOSS} {self.ranks.num_stages - 1} {int(number)}"):
+            return self._compute_loss(output, int(number))

@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_distrec import Communication, PipelineParallelStrategy, TorchRecShardedStrategy
-from lightning_distrec.absent_tensors import AbsentTensor
 from lightning_distrec.advice.advise import Advice, ChosenOptions, advise, read_options
 from lightning_distrec.callbacks.sent_bytes import OTHER, STAGE_GRADIENTS, STAGE_OUTPUTS
 from lightning_distrec.sharding.shard_access import without_guards
 from lightning_distrec.strategies.estimates.estimate import Estimate
 from lightning_distrec.strategies.estimates.module_sizes import Job
 from lightning_distrec.strategies.estimates.step_profile import profile_step
+from lightning_distrec.strategies.stages.absent_tensors import AbsentTensor
 from tests.support.advised_models import BATCH, KINDS, batches
 from tests.support.embedding_models import loader
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks

@@ -225,7 +225,7 @@ def _receives() -> list[int]:
 
     def look(*_: Any) -> None:
         steps: Any = trainer.strategy.run.steps  # type: ignore[attr-defined]
-        ((_, (stage,)),) = steps._chain._schedules.values()
+        ((_, (stage,)),) = steps._staged._schedules.values()
         found.append(sum(map(len, (stage._receives or {}).values())))
 
     model.blocks[2 * rank_and_num_ranks()[0]].register_forward_pre_hook(look)

@@ -7,10 +7,10 @@ import pytest
 from lightning_distrec.strategies.estimates.block_profile import ChainTimes
 from lightning_distrec.strategies.stages.idle_time import (
     StageTimes,
-    actions_of_ranks,
     idle_share,
-    max_kept,
-    times_of_stages,
+    order_actions,
+    peak_activation_bytes,
+    stage_times,
 )
 
 SIZES = [("gpipe", 3, 3, 5), ("1f1b", 4, 4, 8), ("1f1b", 3, 3, 3), ("interleaved_1f1b", 2, 4, 4)]
@@ -28,20 +28,20 @@ def test_equal_stages_idle_as_the_formula_says(schedule: Any, num_ranks: int, nu
 
 def test_a_loss_of_the_whole_batch_lets_the_other_rank_wait() -> None:
     chain = ChainTimes(forward=[4.0, 4.0], backward=[8.0, 8.0], head=1.0, tail=2.0, tail_backward=3.0)
-    times = times_of_stages(chain, (0, 1), 4, "gpipe")
+    times = stage_times(chain, (0, 1), 4, "gpipe")
     assert (times.forward, times.backward, times.loss) == ([1.0, 1.0], [2.0, 2.0], 6.0)
     assert idle_share(times, 2, 4, "gpipe") == pytest.approx(1 - (24 + 6) / (2 * (15 + 6)))
-    by_part = times_of_stages(chain, (0, 1), 4, "1f1b")
-    assert (by_part.forward, by_part.backward, by_part.loss) == ([1.0, 1.75], [2.0, 2.75], 0.0)
+    microbatch_times = stage_times(chain, (0, 1), 4, "1f1b")
+    assert microbatch_times == StageTimes(forward=[1.0, 1.75], backward=[2.0, 2.75])
     assert idle_share(times, 2, 4, "gpipe", host_seconds=0.5) > idle_share(times, 2, 4, "gpipe")
 
 
 def test_1f1b_keeps_less_than_all_forwards() -> None:
     stage_bytes = {0: 80.0, 1: 80.0}
     for schedule, rank, most in (("gpipe", 0, 80), ("1f1b", 0, 20), ("1f1b", 1, 10)):
-        actions = actions_of_ranks(schedule, 2, 2, 8)[rank]  # type: ignore[arg-type]
-        assert max_kept(actions, stage_bytes) == pytest.approx(most)
+        actions = order_actions(schedule, 2, 2, 8)[rank]  # type: ignore[arg-type]
+        assert peak_activation_bytes(actions, stage_bytes) == pytest.approx(most)
 
 
 def test_1f1b_of_few_micro_batches_is_computed_as_gpipe() -> None:
-    assert actions_of_ranks("1f1b", 4, 4, 2) == actions_of_ranks("gpipe", 4, 4, 2)
+    assert order_actions("1f1b", 4, 4, 2) == order_actions("gpipe", 4, 4, 2)

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_distrec.absent_tensors import absent_parameter, is_absent
 from lightning_distrec.errors import ConfigError, UnsupportedError
-from lightning_distrec.strategies.stages.chain import balanced, find_chain, split_chain
-from lightning_distrec.strategies.stages.microbatches import num_parts, parts_of
-from lightning_distrec.strategies.stages.placement import in_words
+from lightning_distrec.strategies.stages.absent_tensors import absent_parameter, is_absent
+from lightning_distrec.strategies.stages.chain import balance_stages, find_chain, split_chain
+from lightning_distrec.strategies.stages.microbatches import num_microbatches, split_batch
+from lightning_distrec.strategies.stages.placement import describe_layout
 from lightning_distrec.strategies.stages.stage_options import StageOptions
-from lightning_distrec.strategies.stages.step_over_chain import StepOverChain
+from lightning_distrec.strategies.stages.step_over_chain import enter_chain, leave_chain
 from tests.support.chain_models import Sequence, Transformer
 from tests.support.dense_models import WithBatchNorm
 
@@ -28,23 +28,23 @@ from tests.support.dense_models import WithBatchNorm
     ],
 )
 def test_the_largest_stage_is_as_small_as_possible(costs: list[int], num_stages: int, begins: tuple[int, ...]) -> None:
-    assert balanced(costs, num_stages) == begins
+    assert balance_stages(costs, num_stages) == begins
 
 
 def test_weights_before_the_chain_are_the_first_stage_s_and_those_after_it_the_last_s() -> None:
     layout = split_chain(Transformer(), StageOptions(), 4)
     assert layout.begins == (0, 1, 2, 3)
-    assert (layout.stage_of["lift.weight"], layout.stage_of["places"]) == (0, 0)
-    assert (layout.stage_of["norm.weight"], layout.stage_of["head.bias"]) == (3, 3)
-    assert layout.stage_of["blocks.2.linear1.weight"] == 2
+    assert (layout.stage_by_name["lift.weight"], layout.stage_by_name["places"]) == (0, 0)
+    assert (layout.stage_by_name["norm.weight"], layout.stage_by_name["head.bias"]) == (3, 3)
+    assert layout.stage_by_name["blocks.2.linear1.weight"] == 2
     moved = split_chain(Transformer(), StageOptions(last_stage=("places",), first_stage=("head",)), 2)
-    assert (moved.stage_of["places"], moved.stage_of["head.bias"], moved.stage_of["norm.bias"]) == (1, 0, 1)
+    assert [moved.stage_by_name[name] for name in ("places", "head.bias", "norm.bias")] == [1, 0, 1]
 
 
 def test_the_log_says_what_each_stage_has() -> None:
     options = StageOptions(microbatches=2)
     model = Sequence()
-    assert in_words(split_chain(model, options, 2), model, options) == (
+    assert describe_layout(split_chain(model, options, 2), model, options) == (
         "pipeline_parallel: 'model' in 2 stages, gpipe, 2 micro-batches: stage 0 has blocks 0 to 3, weights of "
         "2.4 KiB; stage 1 has blocks 4 to 6, weights of 836 B."
     )
@@ -126,12 +126,13 @@ def test_what_is_computed_from_absent_weights_is_absent_and_cannot_be_read() -> 
 
 
 def test_a_batch_is_divided_into_equal_parts() -> None:
-    assert [num_parts(size, 4) for size in (8, 6, 7, 2, 1)] == [4, 3, 1, 2, 1]
-    assert [num_parts(size, 8, lambda num: num % max(1, num // 2) == 0) for size in (8, 10, 7, 5)] == [8, 2, 1, 1]
-    parts = parts_of({"x": torch.arange(4), "names": 3}, 2, 4)
+    assert [num_microbatches(size, 4) for size in (8, 6, 7, 2, 1)] == [4, 3, 1, 2, 1]
+    interleaved = [num_microbatches(size, 8, lambda num: num % max(1, num // 2) == 0) for size in (8, 10, 7, 5)]
+    assert interleaved == [8, 2, 1, 1]
+    parts = split_batch({"x": torch.arange(4), "names": 3}, 2)
     assert [part["x"].tolist() for part in parts] == [[0, 1], [2, 3]]
     with pytest.raises(UnsupportedError, match=r"a tensor of shape \(3,\) next to 4 examples"):
-        parts_of([torch.arange(4), torch.arange(3)], 2, 4)
+        split_batch([torch.arange(4), torch.arange(3)], 2)
 
 
 def _between(model: Sequence, x: torch.Tensor) -> Any:
@@ -153,22 +154,22 @@ def _between(model: Sequence, x: torch.Tensor) -> Any:
 )
 def test_a_step_that_is_not_a_chain_is_refused(forward: Any, words: str) -> None:
     model = Sequence()
-    step = StepOverChain(find_chain(model, "auto"))
+    chain = find_chain(model, "auto")
     with pytest.raises(UnsupportedError, match=words):
-        step.enter(lambda: forward(model, torch.ones(2, 12)))
+        enter_chain(chain, lambda: forward(model, torch.ones(2, 12)))
     assert model(torch.ones(2, 12)).shape == (2, 1)
 
 
 def test_a_chain_that_is_called_twice_is_refused() -> None:
     model = Sequence()
-    step = StepOverChain(find_chain(model, "auto"))
+    chain = find_chain(model, "auto")
     with pytest.raises(UnsupportedError, match=r"calls 'model\.0' where block 7 of 'model' is next"):
-        step.leave(lambda: model(torch.ones(2, 12)) + model(torch.ones(2, 12)), torch.ones(2, 1))
+        leave_chain(chain, lambda: model(torch.ones(2, 12)) + model(torch.ones(2, 12)), torch.ones(2, 1))
 
 
 def test_a_step_ends_with_the_chain_and_begins_with_its_output() -> None:
     model = Sequence()
-    step = StepOverChain(find_chain(model, "auto"))
-    entry = step.enter(lambda: model(torch.ones(2, 12) * 2) + pytest.fail("the step went on"))
+    chain = find_chain(model, "auto")
+    entry = enter_chain(chain, lambda: model(torch.ones(2, 12) * 2) + pytest.fail("the step went on"))
     assert torch.equal(entry.value, torch.full((2, 12), 2.0))
-    assert step.leave(lambda: model(torch.ones(2, 12)) + 1, torch.ones(2, 1)).tolist() == [[2.0], [2.0]]
+    assert leave_chain(chain, lambda: model(torch.ones(2, 12)) + 1, torch.ones(2, 1)).tolist() == [[2.0], [2.0]]

@@ -14,10 +14,14 @@ from torch import Tensor, nn
 from lightning_distrec._compat.torch import without_torch_function
 from lightning_distrec.errors import ConfigError, UnsupportedError
 
-OF_ITSELF = ("__get__", "__set__", "__delete__", "requires_grad_", "retain_grad", "register_hook")
-"""Of a tensor itself rather than of its values: `requires_grad`, `grad`, `shape`."""
+ATTRIBUTES = ("__get__", "__set__", "__delete__", "requires_grad_", "retain_grad", "register_hook")
+"""Functions that read or set a tensor's attributes rather than its values: `requires_grad`, `grad`, `shape`."""
 DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
 READS = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__")
+WAY_OUT = (
+    "Let training_step read values after the model has returned only, and name what belongs to the first or the last "
+    "stage: first_stage=[...], last_stage=[...]."
+)
 
 
 class AbsentTensor(Tensor):
@@ -39,28 +43,25 @@ class AbsentTensor(Tensor):
         _refuse_write(name, args, kwargs)
         if func == DEVICE:
             return cls.shown_device
-        if name in OF_ITSELF:
+        if name in ATTRIBUTES:
             with without_torch_function():
                 return apply_to_collection(func(*args, **kwargs), Tensor, _absent)
         if name in ("to", "cpu", "cuda") and isinstance(args[0], AbsentTensor):
-            args, kwargs = (args[0], *(a for a in args[1:] if isinstance(a, torch.dtype))), _without_device(kwargs)
+            # Every move is a change of dtype alone: it stays on the meta device, and shows the rank's.
+            args = (args[0], *(argument for argument in args[1:] if isinstance(argument, torch.dtype)))
+            kwargs = {key: value for key, value in kwargs.items() if key == "dtype"}
             if len(args) == 1 and not kwargs:
                 return args[0]
-            name, func = "to", Tensor.to
+            func = Tensor.to
+        # The operation runs on the meta device: it computes shapes alone, whatever devices it would mix.
         with without_torch_function(), torch.no_grad():
             args, kwargs = apply_to_collection((args, kwargs), Tensor, _on_meta)
             result = func(*args, **kwargs)
         return apply_to_collection(result, Tensor, _absent)
 
 
-WAY_OUT = (
-    "Let training_step read values after the model has returned only, and name what belongs to the first or the last "
-    "stage: first_stage=[...], last_stage=[...]."
-)
-
-
 def _refuse_write(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise UnsupportedError: a tensor that is here would be written to, and the write be lost."""
+    """Raise UnsupportedError: a tensor that this rank has would be written to, and the write be lost."""
     writes = name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))
     target = kwargs.get("out", args[0] if writes and args else None)
     if name.startswith("_foreach") or (isinstance(target, Tensor) and not isinstance(target, AbsentTensor)):
@@ -68,10 +69,6 @@ def _refuse_write(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
             f"{name or 'an operation'} would write values of another stage's weights into a tensor of this stage. "
             f"{WAY_OUT}"
         )
-
-
-def _without_device(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in kwargs.items() if key == "dtype"}
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
@@ -88,20 +85,18 @@ def absent_parameter(like: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(tensor, like.requires_grad)
 
 
-def refuse_absent(module: nn.Module, strategy: str) -> None:
-    """Raise ConfigError: an earlier run has left the weights of other stages without values."""
-    absent_name = next(
-        (name for name, parameter in module.named_parameters() if isinstance(parameter, AbsentTensor)), None
-    )
-    if absent_name is not None:
-        raise ConfigError(
-            f"{strategy}: '{absent_name}' has no values on this rank, because an earlier run under pipeline_parallel "
-            "kept those of its stage. Call trainer.strategy.unshard() of that run first, or build a new module."
-        )
-
-
 def is_absent(value: Any) -> bool:
     """Whether a value, or any tensor in it, is absent."""
-    hits: list[bool] = []
-    apply_to_collection(value, AbsentTensor, lambda _: hits.append(True))
-    return bool(hits)
+    tensors: list[Tensor] = []
+    apply_to_collection(value, AbsentTensor, tensors.append)
+    return bool(tensors)
+
+
+def refuse_absent(module: nn.Module, strategy: str) -> None:
+    """Raise ConfigError: an earlier run has left the weights of other stages without values."""
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, AbsentTensor):
+            raise ConfigError(
+                f"{strategy}: '{name}' has no values on this rank, because an earlier run under pipeline_parallel "
+                "kept those of its stage. Call trainer.strategy.unshard() of that run first, or build a new module."
+            )
