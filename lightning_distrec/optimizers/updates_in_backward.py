@@ -40,27 +40,25 @@ def obstacle_to_backward_updates(trainer: Trainer, module: LightningModule, prec
     return f"{hooks[0]} is overridden" if hooks else ""
 
 
-def refuse_inexact_settings(trainer: Trainer, precision: Precision, kinds: Mapping[str, str]) -> None:
+def refuse_inexact_settings(trainer: Trainer, precision: Precision, fused: list[str]) -> None:
     """Raise UnsupportedError where a setting of the Trainer would give other numbers than an unsharded run.
 
-    kinds: full name of a table -> what updates it ("fused", "dense", ...).
+    fused: full names of the tables that are updated inside of backward.
     """
-    fused = [name for name, kind in kinds.items() if kind in ("fused", "fused_lazy")]
     if not fused:
         return
+    subject = f"table '{fused[0]}' is updated inside of backward"
     max_accumulated = _max_accumulated(trainer)
     if max_accumulated > 1:
         raise UnsupportedError(
-            f"accumulate_grad_batches={max_accumulated}: table '{fused[0]}' is updated inside of backward, at every "
-            "batch, because embedding_update asks for it. Set embedding_update='auto', or accumulate_grad_batches=1."
+            f"accumulate_grad_batches={max_accumulated}: {subject}, at every batch, because embedding_update asks for "
+            "it. Set embedding_update='auto', or accumulate_grad_batches=1."
         )
-    if trainer.gradient_clip_val:
-        refuse_clip(trainer.gradient_clip_val, fused)
+    refuse_clip(trainer.gradient_clip_val, fused)
     if getattr(precision, "scaler", None) is not None:
         raise UnsupportedError(
-            f"precision={trainer.precision!r} scales the loss and may skip steps, but table '{fused[0]}' is updated "
-            "inside of backward, because embedding_update asks for it. Set embedding_update='auto', or use "
-            "'bf16-mixed'."
+            f"precision={trainer.precision!r} scales the loss and may skip steps, but {subject}, because "
+            "embedding_update asks for it. Set embedding_update='auto', or use 'bf16-mixed'."
         )
 
 

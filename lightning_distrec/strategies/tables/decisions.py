@@ -162,9 +162,8 @@ def updates_in_fit(
         for name, option in selection.options.items()
         if option.gathered_weight and updates[name].kind == "dense"
     }
-    kinds = {name: update.kind for name, update in updates.items()}
-    refuse_inexact_settings(trainer, precision, kinds)
     fused = [name for name, update in updates.items() if update.in_backward]
+    refuse_inexact_settings(trainer, precision, fused)
     hooks = hooks_without_gradients(trainer, module, fused)
     return updates, own_optimizers, [*_warn_of_half_precision(tables, fused), *filter(None, [hooks])]
 
