@@ -40,7 +40,7 @@ class WeightCopies(nn.Module):
 
     def __init__(self, module: nn.Module, full_state: FullState, has_tables: bool) -> None:
         super().__init__()
-        self._of = [module]  # in a list, so that it does not become a child
+        self._modules_copied = [module]  # in a list, so that it does not become a child
         self._full_state = full_state
         self._rewriting: Callable[[], AbstractContextManager[None]] = nullcontext
         self._write_back: Callable[[], None] = _nothing
@@ -77,7 +77,7 @@ class WeightCopies(nn.Module):
         local_state = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
         with self._exchanged():
             try:
-                not_there, not_known = self._of[0].load_state_dict(local_state, strict=False)
+                not_there, not_known = self._modules_copied[0].load_state_dict(local_state, strict=False)
             except RuntimeError as error:
                 errors.append(str(error))
                 return
@@ -94,7 +94,7 @@ class WeightCopies(nn.Module):
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        trained = [*self._of[0].parameters(), *self._of[0].buffers()]
+        trained = [*self._modules_copied[0].parameters(), *self._of[0].buffers()]
         with self._rewriting():
             for copy, other in zip([*self.parameters(), *self.buffers()], trained, strict=True):
                 value = copy.detach().clone()

@@ -107,7 +107,7 @@ RUNS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
+def results() -> dict[str, Any]:
     """What rank 0 trained in each run."""
     return run_each_on_ranks(RUNS, 2)[0]
 
@@ -125,15 +125,15 @@ def train_accumulating(name: str, epochs: list[tuple[int, int]]) -> State:
     return model.state_dict()
 
 
-def test_accumulated_batches_make_one_step(found: dict[str, Any]) -> None:
-    assert_equal(found["accumulate_grad_batches"], lambda name: train_accumulating(name, [(STEPS, 3)]))
+def test_accumulated_batches_make_one_step(results: dict[str, Any]) -> None:
+    assert_equal(results["accumulate_grad_batches"], lambda name: train_accumulating(name, [(STEPS, 3)]))
 
 
-def test_accumulation_that_a_scheduler_begins_later_is_exact(found: dict[str, Any]) -> None:
-    assert_equal(found["scheduler"], lambda name: train_accumulating(name, [(5, 1), (5, 2)]))
+def test_accumulation_that_a_scheduler_begins_later_is_exact(results: dict[str, Any]) -> None:
+    assert_equal(results["scheduler"], lambda name: train_accumulating(name, [(5, 1), (5, 2)]))
 
 
-def test_manual_optimization_decides_when_gradients_are_used_and_forgotten(found: dict[str, Any]) -> None:
+def test_manual_optimization_decides_when_gradients_are_used_and_forgotten(results: dict[str, Any]) -> None:
     for kind in MANUAL:
 
         def plain(name: str, kind: type[ManualModel] = kind) -> State:
@@ -143,10 +143,10 @@ def test_manual_optimization_decides_when_gradients_are_used_and_forgotten(found
                 kind.recipe(model, optimizer, Tensor.backward, batch, index)
             return model.state_dict()
 
-        assert_equal(found[kind.__name__], plain)
+        assert_equal(results[kind.__name__], plain)
 
 
-def test_an_optimizer_step_that_steps_at_every_second_batch_is_exact(found: dict[str, Any]) -> None:
+def test_an_optimizer_step_that_steps_at_every_second_batch_is_exact(results: dict[str, Any]) -> None:
     def plain(name: str) -> State:
         model = seeded(ClickModel, *OPTIMIZERS[name])
         optimizer = model.configure_optimizers()
@@ -158,12 +158,12 @@ def test_an_optimizer_step_that_steps_at_every_second_batch_is_exact(found: dict
                 optimizer.step()
         return model.state_dict()
 
-    assert_equal(found["SkipsSteps"], plain)
+    assert_equal(results["SkipsSteps"], plain)
 
 
-def test_gradients_of_several_lookups_make_one_update(found: dict[str, Any]) -> None:
+def test_gradients_of_several_lookups_make_one_update(results: dict[str, Any]) -> None:
     def plain(name: str) -> State:
         return train_plain(seeded(LooksUpTwice, *OPTIMIZERS[name]), global_batches())
 
     for update in ("sparse", "dense"):
-        assert_equal(found[f"LooksUpTwice {update}"], plain)
+        assert_equal(results[f"LooksUpTwice {update}"], plain)

@@ -88,13 +88,13 @@ RUNS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
+def results() -> dict[str, Any]:
     """What rank 0 trained in each run."""
     return run_each_on_ranks(RUNS, 2)[0]
 
 
 @pytest.mark.parametrize("algorithm", CLIPPING)
-def test_gradients_are_clipped_as_those_of_whole_tables(found: dict[str, Any], algorithm: str) -> None:
+def test_gradients_are_clipped_as_those_of_whole_tables(results: dict[str, Any], algorithm: str) -> None:
     limit, clip = CLIPPING[algorithm]
 
     def plain(name: str) -> State:
@@ -104,11 +104,11 @@ def test_gradients_are_clipped_as_those_of_whole_tables(found: dict[str, Any], a
         assert min(largest_difference(clipped, free).values()) > 10 * limit_of(name)
         return clipped
 
-    for by in ("by the Trainer", "by hand", "in the hook"):
-        assert_equal(found[f"{algorithm} {by}"], plain)
+    for clipper in ("by the Trainer", "by hand", "in the hook"):
+        assert_equal(results[f"{algorithm} {clipper}"], plain)
 
 
-def test_accumulated_gradients_are_clipped_where_they_make_a_step(found: dict[str, Any]) -> None:
+def test_accumulated_gradients_are_clipped_where_they_make_a_step(results: dict[str, Any]) -> None:
     model = seeded(ClickModel, *ADAM)
     optimizer = model.configure_optimizers()
     for step, batch in enumerate(global_batches(8)):
@@ -117,4 +117,4 @@ def test_accumulated_gradients_are_clipped_where_they_make_a_step(found: dict[st
             clip_grad_value_(model.parameters(), 0.01)
             optimizer.step()
             optimizer.zero_grad()
-    assert max(largest_difference(found["accumulated"], model.state_dict()).values()) <= 1e-5
+    assert max(largest_difference(results["accumulated"], model.state_dict()).values()) <= 1e-5

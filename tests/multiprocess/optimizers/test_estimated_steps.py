@@ -14,16 +14,16 @@ ORDERED = [FITS[7], FITS[0], FITS[5]]
 
 def fit_all(folder: str) -> list[Timed]:
     os.environ["XDG_CACHE_HOME"] = folder
-    found = [(fit, *timed(fit, Turn(first=2, counted=4, last=1))) for fit in ORDERED]
-    return [Timed(fit, estimate, [steps]) for fit, estimate, steps in found]
+    actual = [(fit, *timed(fit, Turn(first=2, counted=4, last=1))) for fit in ORDERED]
+    return [Timed(fit, estimate, [steps]) for fit, estimate, steps in actual]
 
 
 @pytest.mark.slow
 def test_measured_steps_are_in_the_order_of_their_estimates(tmp_path) -> None:
-    found: list[Timed] = run_on_warm_ranks(fit_all, 2, str(tmp_path))[0]
-    by_estimate = sorted(found, key=lambda one: one.estimate)
-    assert by_estimate == sorted(found, key=lambda one: one.milliseconds)
-    assert [one.fit.update for one in by_estimate] == ["fused", "sparse", "dense"]
-    assert correlation(found) > 0.8
-    text = section(found, "now")
+    actual: list[Timed] = run_on_warm_ranks(fit_all, 2, str(tmp_path))[0]
+    ordered = sorted(actual, key=lambda entry: entry.estimate)
+    assert ordered == sorted(actual, key=lambda entry: entry.milliseconds)
+    assert [entry.fit.update for entry in ordered] == ["fused", "sparse", "dense"]
+    assert correlation(actual) > 0.8
+    text = section(actual, "now")
     assert text.count("\n| fused | SGD | table_wise | 256 |") == 1

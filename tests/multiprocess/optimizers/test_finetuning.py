@@ -68,14 +68,14 @@ class WithBackbone(ClickModel):
 
 def _backbone(strategy: dict[str, Any]) -> dict[str, tuple[State, list[float]]]:
     rank, _ = rank_and_num_ranks()
-    found = {}
+    actual = {}
     for name in USUAL:
         model = seeded(WithBackbone, *OPTIMIZERS[name])
         callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_ratio_lr=0.3)
         trainer = make_trainer(strategy, max_epochs=4, callbacks=[callback])
         trainer.fit(model, rank_loader(3, rank))
-        found[name] = model.final_state, [group["lr"] for group in trainer.optimizers[0].param_groups]
-    return found
+        actual[name] = model.final_state, [group["lr"] for group in trainer.optimizers[0].param_groups]
+    return actual
 
 
 def train_backbone(name: str) -> tuple[State, list[float]]:
@@ -116,8 +116,8 @@ def test_tables_that_a_finetuning_callback_unfreezes_learn_from_then_on(finetune
 @pytest.mark.parametrize("cut", ["row_wise", "table_wise"])
 def test_tables_in_a_backbone_are_finetuned_as_in_a_plain_loop(finetuned: dict[str, Any], cut: str) -> None:
     # Not compared with DDP, which never averages the gradients of what was frozen when it began.
-    found = finetuned[f"backbone {cut}"]
+    actual = finetuned[f"backbone {cut}"]
     start = seeded(WithBackbone, *OPTIMIZERS["SGD"]).state_dict()
-    assert_equal({n: state for n, (state, _) in found.items()}, lambda n: train_backbone(n)[0], start)
-    for name, (_, rates) in found.items():
+    assert_equal({n: state for n, (state, _) in actual.items()}, lambda n: train_backbone(n)[0], start)
+    for name, (_, rates) in actual.items():
         assert rates == pytest.approx(train_backbone(name)[1])

@@ -111,7 +111,7 @@ RUNS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
+def results() -> dict[str, Any]:
     """What rank 0 trained in each run."""
     return run_each_on_ranks(RUNS, 2)[0]
 
@@ -124,18 +124,18 @@ def train_freezing(kind: type[FreezesTables], name: str) -> State:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tables_rest_while_they_are_frozen_and_learn_on_afterwards(
-    found: dict[str, Any], kind: type[FreezesTables]
+    results: dict[str, Any], kind: type[FreezesTables]
 ) -> None:
     for case in range(len(FREEZING)):
-        assert_equal(found[f"{kind.__name__} {case}"], lambda name: train_freezing(kind, name))
+        assert_equal(results[f"{kind.__name__} {case}"], lambda name: train_freezing(kind, name))
 
 
-def test_tables_that_every_rank_holds_whole_can_be_frozen_too(found: dict[str, Any]) -> None:
-    assert_equal(found["every cut"], lambda name: train_freezing(FreezesTables, name))
+def test_tables_that_every_rank_holds_whole_can_be_frozen_too(results: dict[str, Any]) -> None:
+    assert_equal(results["every cut"], lambda name: train_freezing(FreezesTables, name))
 
 
-def test_freeze_and_unfreeze_of_a_lightning_module_reach_its_tables(found: dict[str, Any]) -> None:
-    states, predicted = found["freeze"]
+def test_freeze_and_unfreeze_of_a_lightning_module_reach_its_tables(results: dict[str, Any]) -> None:
+    states, predicted = results["freeze"]
     start = seeded(FreezesTower, *OPTIMIZERS["SGD"])
     torch.testing.assert_close(predicted, start(make_batch(0)).detach(), atol=1e-6, rtol=0)
     assert_equal(states, lambda name: train_freezing(FreezesTower, name), start.state_dict())
@@ -180,8 +180,8 @@ def train_toggling(kind: type[Toggles], name: str) -> State:
         for scale, optimizer in zip((1.0, 3.0), optimizers, strict=True):
             (scale * loss_of(model, batch)).backward()
             optimizer.step()
-            for each in optimizers:
-                each.zero_grad()
+            for toggled_optimizer in optimizers:
+                toggled_optimizer.zero_grad()
     return model.state_dict()
 
 
@@ -220,9 +220,9 @@ def test_optimizers_that_are_toggled_update_their_own_parameters_only(
 
 
 def test_fused_tables_rest_while_another_optimizer_is_toggled_or_are_refused(toggled: list[dict[str, Any]]) -> None:
-    for of_rank in toggled:
-        states, refused = of_rank["fused"]
+    for rank_results in toggled:
+        states, refused = rank_results["fused"]
         if refused:
             assert re.search("table 'ebc.wide' .*embedding_update='(auto|sparse)'", refused)
-        elif of_rank is toggled[0]:  # the other ranks have no full tables
+        elif rank_results is toggled[0]:  # the other ranks have no full tables
             assert_equal(states, lambda name: train_toggling(Toggles, name))

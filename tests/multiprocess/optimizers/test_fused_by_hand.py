@@ -65,9 +65,9 @@ class InTurns(Two):
     """Updates tables and dense layers in turns, each by a backward of its own."""
 
     def by_hand(self, optimizers: list[Any], backward: Any, batch: Batch, index: int) -> None:
-        for mine, other in ((self.ebc, self.mlp), (self.mlp, self.ebc)):
+        for stepping, other in ((self.ebc, self.mlp), (self.mlp, self.ebc)):
             other.requires_grad_(False)
-            optimizer = optimizers[0 if mine is self.ebc else 1]
+            optimizer = optimizers[0 if stepping is self.ebc else 1]
             backward(loss_of(self, batch))
             optimizer.step()
             optimizer.zero_grad()
@@ -143,9 +143,9 @@ RUNS: dict[str, tuple[type, dict[str, Any]]] = {
 
 
 def test_each_step_after_a_backward_of_its_own_is_exact() -> None:
-    found = run_each_on_ranks({name: (_fit, *run) for name, run in RUNS.items()}, 2)[0]
+    actual = run_each_on_ranks({name: (_fit, *run) for name, run in RUNS.items()}, 2)[0]
     for name, (kind, _) in RUNS.items():
-        state, kinds = found[name]
+        state, kinds = actual[name]
         assert kinds == {"fused"}
         differences = largest_difference(state, _plain(kind))
         assert max(differences.values()) <= 1e-5, f"{name}: {differences}"
@@ -192,16 +192,16 @@ def loss_of_rows(rows: Tensor) -> Tensor:
 
 
 def _faults(mistakes: list[str]) -> dict[str, str]:
-    said = {}
+    message = {}
     for mistake in mistakes:
         for steps in (1, 2, 3):
             Faulty.mistake = mistake
             try:
                 _fit(Faulty, FUSED | {"find_unused_parameters": True}, steps)
             except Exception as error:
-                said[mistake] = f"{steps} {type(error).__name__}: {error}"
+                message[mistake] = f"{steps} {type(error).__name__}: {error}"
                 break
-    return said
+    return message
 
 
 SAID = {
@@ -217,10 +217,10 @@ SAID = {
 
 
 def test_every_other_order_is_refused_on_every_rank() -> None:
-    for said in run_on_warm_ranks(_faults, 2, list(SAID)):
-        assert said.keys() == SAID.keys()
+    for message in run_on_warm_ranks(_faults, 2, list(SAID)):
+        assert message.keys() == SAID.keys()
         for mistake, pattern in SAID.items():
-            assert re.match(pattern, said[mistake]), said[mistake]
+            assert re.match(pattern, message[mistake]), message[mistake]
 
 
 def test_without_a_request_manual_optimization_waits_for_the_step() -> None:

@@ -58,7 +58,7 @@ def _train(schedule: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("schedule", ["step", "warm-up", "epoch", "plateau"])
 def test_schedules_reach_fused_tables_before_the_forward_that_uses_them(schedule: str) -> None:
-    found = run_on_warm_ranks(_train, 2, schedule)[0]
+    actual = run_on_warm_ranks(_train, 2, schedule)[0]
     model = seeded(ScheduledModel, schedule)
     optimizer, scheduler = model.optimizer_and_scheduler()
     for _epoch in range(EPOCHS):
@@ -72,7 +72,7 @@ def test_schedules_reach_fused_tables_before_the_forward_that_uses_them(schedule
             scheduler.step()
         elif schedule == "plateau":
             scheduler.step(0.0)  # patience 0 and an unreachable threshold: every epoch after the first halves the rate
-    assert max(largest_difference(found, model.state_dict()).values()) <= 1e-6
+    assert max(largest_difference(actual, model.state_dict()).values()) <= 1e-6
 
 
 class DecayAddedLater(ClickModel):

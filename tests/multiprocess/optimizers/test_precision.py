@@ -120,8 +120,8 @@ def _plain(kind: type, optimizer: Any, context: Any = nullcontext, convert: torc
 DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "bf16-mixed": None}
 
 
-def _too_far(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    return max(largest_difference({k: v.float() for k, v in found.items()}, wanted).values())
+def _too_far(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    return max(largest_difference({k: v.float() for k, v in actual.items()}, expected).values())
 
 
 @pytest.mark.parametrize(
@@ -132,23 +132,23 @@ def _too_far(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 )
 def test_half_precisions_keep_tables_in_float32(precision: str, optimizer: Any) -> None:
     dtype = DTYPES[precision]
-    found, _, printed = run_on_warm_ranks(_train, 2, Typed, optimizer, {}, {"precision": precision})[0]
-    for key, value in found.items():
+    actual, _, printed = run_on_warm_ranks(_train, 2, Typed, optimizer, {}, {"precision": precision})[0]
+    for key, value in actual.items():
         assert value.dtype == (torch.float32 if "ebc" in key or dtype is None else dtype)
     if dtype is None:
-        wanted = _plain(Typed, optimizer, lambda: torch.autocast("cpu", torch.bfloat16))
+        expected = _plain(Typed, optimizer, lambda: torch.autocast("cpu", torch.bfloat16))
     else:
-        wanted = _plain(Typed, optimizer, convert=dtype)
+        expected = _plain(Typed, optimizer, convert=dtype)
         assert f"rows are float32 and are looked up as {str(dtype).removeprefix('torch.')}" in printed
-    assert _too_far(found, {key: value.float() for key, value in wanted.items()}) <= 1e-3
+    assert _too_far(actual, {key: value.float() for key, value in expected.items()}) <= 1e-3
     start = seeded(Typed, *optimizer).state_dict()
-    assert min(float((wanted[key] - start[key]).abs().max()) for key in wanted) > 5e-4
+    assert min(float((expected[key] - start[key]).abs().max()) for key in expected) > 5e-4
 
 
 @pytest.mark.parametrize("kind", [SequenceModel, ClickModel])
 def test_a_half_precision_reaches_rows_of_both_collections(kind: type) -> None:
-    found = run_on_warm_ranks(_type_of_rows, 2, kind)
-    assert found == [torch.bfloat16, torch.bfloat16]
+    actual = run_on_warm_ranks(_type_of_rows, 2, kind)
+    assert actual == [torch.bfloat16, torch.bfloat16]
 
 
 def _type_of_rows(kind: type) -> torch.dtype:
@@ -196,9 +196,9 @@ def test_steps_with_gradients_that_are_not_finite_are_skipped_on_all_ranks(
         scaler.step(stepper)
         scaler.update()
     assert [scale for _, scale, _ in results] == [scaler.get_scale()] * 2
-    found = results[0][0]
-    assert _too_far(found, model.state_dict()) <= 1e-4
-    assert all(bool(value.isfinite().all()) for value in found.values())
+    actual = results[0][0]
+    assert _too_far(actual, model.state_dict()) <= 1e-4
+    assert all(bool(value.isfinite().all()) for value in actual.values())
 
 
 def _clipped_and_scaled() -> dict[str, Tensor]:
@@ -210,7 +210,7 @@ def _clipped_and_scaled() -> dict[str, Tensor]:
 
 
 def test_scaling_clipping_and_accumulating_together() -> None:
-    found = run_on_warm_ranks(_clipped_and_scaled, 2)[0]
+    actual = run_on_warm_ranks(_clipped_and_scaled, 2)[0]
     model = seeded(ClickModel, *ADAGRAD)
     stepper, scaler = model.configure_optimizers(), _scaler()
     for step in range(STEPS):
@@ -223,14 +223,14 @@ def test_scaling_clipping_and_accumulating_together() -> None:
             scaler.step(stepper)
             scaler.update()
             stepper.zero_grad()
-    assert _too_far(found, model.state_dict()) <= 1e-4
+    assert _too_far(actual, model.state_dict()) <= 1e-4
 
 
 @pytest.mark.parametrize("strategy", [{"embedding_update": "sparse"}, {"embedding_update": "dense"}, {}])
 def test_float16_tables_train_with_every_update(strategy: dict[str, Any]) -> None:
     optimizer = (torch.optim.SGD, {"lr": 1.0})
-    found, _, printed = run_on_warm_ranks(_train, 2, HalfTables, optimizer, strategy, {})[0]
-    assert all(found[key].dtype == torch.float16 for key in found if "ebc" in key)
+    actual, _, printed = run_on_warm_ranks(_train, 2, HalfTables, optimizer, strategy, {})[0]
+    assert all(actual[key].dtype == torch.float16 for key in actual if "ebc" in key)
     assert "float16" in printed
-    wanted = _plain(HalfTables, optimizer)
-    assert _too_far(found, {key: value.float() for key, value in wanted.items()}) <= 1e-3
+    expected = _plain(HalfTables, optimizer)
+    assert _too_far(actual, {key: value.float() for key, value in expected.items()}) <= 1e-3

@@ -39,12 +39,12 @@ STEPS = 5
 class KeepsItsOptimizer(ClickModel):
     """Makes its optimizer once."""
 
-    kept: Any = None
+    kept_optimizer: Any = None
 
     def configure_optimizers(self) -> Any:
-        if self.kept is None:
-            self.kept = super().configure_optimizers()
-        return self.kept
+        if self.kept_optimizer is None:
+            self.kept_optimizer = super().configure_optimizers()
+        return self.kept_optimizer
 
 
 class LoadsState(ClickModel):
@@ -124,19 +124,19 @@ def _fits_of_new_modules(fits: int) -> list[bool]:
 
 
 def test_tables_of_earlier_fits_are_gone_when_the_next_fit_shards() -> None:
-    for left in run_on_warm_ranks(_fits_of_new_modules, 2, 4):
-        assert not any(left[:-1]), left
+    for num_left in run_on_warm_ranks(_fits_of_new_modules, 2, 4):
+        assert not any(num_left[:-1]), num_left
 
 
 @pytest.mark.parametrize("optimizer", [SGD, (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.05})])
 def test_an_optimizer_that_outlives_a_fit_goes_on(optimizer: Any) -> None:
-    found = run_on_warm_ranks(_fits, 2, KeepsItsOptimizer, optimizer, 2)[0]
-    wanted = train_unsharded(train_unsharded(seeded(ClickModel, *optimizer), STEPS, 2), STEPS, 2).final_state
-    assert max(largest_difference(found, wanted).values()) <= 1e-6
+    actual = run_on_warm_ranks(_fits, 2, KeepsItsOptimizer, optimizer, 2)[0]
+    expected = train_unsharded(train_unsharded(seeded(ClickModel, *optimizer), STEPS, 2), STEPS, 2).final_state
+    assert max(largest_difference(actual, expected).values()) <= 1e-6
 
 
 @pytest.mark.parametrize(
-    ("kind", "optimizer", "fits", "options", "said"),
+    ("kind", "optimizer", "fits", "options", "message"),
     [
         (KeepsItsOptimizer, ADAGRAD, 2, {}, "OptimizerError: .*returned a Adagrad that has stepped before"),
         (KeepsItsOptimizer, ADAM, 2, {}, "OptimizerError: .*returned a Adam that has stepped before"),
@@ -153,19 +153,21 @@ def test_an_optimizer_that_outlives_a_fit_goes_on(optimizer: Any) -> None:
         ),
     ],
 )
-def test_is_reported_on_every_rank(kind: type, optimizer: Any, fits: int, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(RankFailed, match=said) as failed:
+def test_is_reported_on_every_rank(
+    kind: type, optimizer: Any, fits: int, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RankFailed, match=message) as failed:
         run_on_warm_ranks(_fits, 2, kind, optimizer, fits, options)
     assert str(failed.value).count("raised:") == 2
 
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAGRAD, ADAM])
 def test_tables_that_are_unfrozen_inside_of_a_step_learn_from_then_on(optimizer: Any) -> None:
-    found = run_on_warm_ranks(_fits, 2, UnfreezesInTheStep, optimizer, 1)[0]
+    actual = run_on_warm_ranks(_fits, 2, UnfreezesInTheStep, optimizer, 1)[0]
     model = seeded(UnfreezesInTheStep, *optimizer)
     model.ebc.requires_grad_(False)
-    wanted = train_unsharded(model, STEPS, 2).final_state
-    assert max(largest_difference(found, wanted).values()) <= (1e-6 if optimizer is SGD else 1e-5)
+    expected = train_unsharded(model, STEPS, 2).final_state
+    assert max(largest_difference(actual, expected).values()) <= (1e-6 if optimizer is SGD else 1e-5)
 
 
 class UsesSomeRows(SequenceModel):
@@ -181,7 +183,7 @@ class UsesSomeRows(SequenceModel):
 
 @pytest.mark.parametrize("cut", ["row_wise", "table_wise"])
 def test_rows_that_go_into_no_loss_leave_their_table_to_rest(cut: str) -> None:
-    found = run_on_warm_ranks(_uses_some, 2, cut)[0]
+    actual = run_on_warm_ranks(_uses_some, 2, cut)[0]
     model = seeded(UsesSomeRows, *ADAM)
     optimizer = model.configure_optimizers()
     for step in range(STEPS):
@@ -189,7 +191,7 @@ def test_rows_that_go_into_no_loss_leave_their_table_to_rest(cut: str) -> None:
         batches = [make_batch(1000 * step + rank) for rank in range(2)]
         (sum(model.training_step(batch, step) for batch in batches) / 2).backward()
         optimizer.step()
-    assert max(largest_difference(found, model.state_dict()).values()) <= 1e-5
+    assert max(largest_difference(actual, model.state_dict()).values()) <= 1e-5
 
 
 def _uses_some(cut: str) -> dict[str, Tensor]:
@@ -210,9 +212,9 @@ class Restores(ClickModel):
 
 @pytest.mark.parametrize("cut", ["row_wise", "table_wise", "column_wise"])
 def test_a_sharded_module_loads_a_plain_state_dict(cut: str) -> None:
-    found = run_on_warm_ranks(_restored, 2, cut)[0]
-    wanted = seeded(ClickModel, *SGD).state_dict()
-    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    actual = run_on_warm_ranks(_restored, 2, cut)[0]
+    expected = seeded(ClickModel, *SGD).state_dict()
+    assert all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
 def _restored(cut: str) -> dict[str, Tensor]:
@@ -237,7 +239,7 @@ def _scaled_by_a_lambda() -> dict[str, Tensor]:
 
 
 def test_a_lambda_callback_reaches_the_gradients_of_tables() -> None:
-    found = run_on_warm_ranks(_scaled_by_a_lambda, 2)[0]
+    actual = run_on_warm_ranks(_scaled_by_a_lambda, 2)[0]
     model = seeded(ClickModel, *ADAGRAD)
     optimizer = model.configure_optimizers()
     for step in range(STEPS):
@@ -245,7 +247,7 @@ def test_a_lambda_callback_reaches_the_gradients_of_tables() -> None:
         batch = join_batches([make_batch(1000 * step + rank) for rank in range(2)])
         (0.5 * model.training_step(batch, step)).backward()
         optimizer.step()
-    assert max(largest_difference(found, model.state_dict()).values()) <= 1e-5
+    assert max(largest_difference(actual, model.state_dict()).values()) <= 1e-5
 
 
 def _unequal(kind: type, optimizer: Any, sizes: list[int]) -> dict[str, Tensor]:
@@ -265,7 +267,7 @@ def _unequal(kind: type, optimizer: Any, sizes: list[int]) -> dict[str, Tensor]:
 
 
 def test_a_reentrant_checkpoint_counts_examples_too() -> None:
-    found = run_on_warm_ranks(_unequal, 2, ChecksAgain, SGD, [3, 8])[0]
+    actual = run_on_warm_ranks(_unequal, 2, ChecksAgain, SGD, [3, 8])[0]
     model = seeded(ClickModel, *SGD)
     optimizer = model.configure_optimizers()
     for step in range(STEPS):
@@ -273,12 +275,12 @@ def test_a_reentrant_checkpoint_counts_examples_too() -> None:
         batch = join_batches([make_batch(1000 * step, 3), make_batch(1000 * step + 1, 8)])
         model.training_step(batch, step).backward()
         optimizer.step()
-    assert max(largest_difference(found, model.state_dict()).values()) <= 1e-6
+    assert max(largest_difference(actual, model.state_dict()).values()) <= 1e-6
 
 
 @pytest.mark.parametrize("kind", [ClickModel, SequenceModel])
 def test_a_rank_may_have_a_batch_of_no_examples(kind: type) -> None:
-    found = run_on_warm_ranks(_unequal, 2, kind, SGD, [0, 8])[0]
+    actual = run_on_warm_ranks(_unequal, 2, kind, SGD, [0, 8])[0]
     model = seeded(kind, *SGD)
     optimizer = model.configure_optimizers()
     for step in range(STEPS):
@@ -286,7 +288,7 @@ def test_a_rank_may_have_a_batch_of_no_examples(kind: type) -> None:
         batch = make_batch(1000 * step + 1, 8)
         (model.training_step(batch, step) / 2).backward()  # the other rank adds a loss of 0
         optimizer.step()
-    assert max(largest_difference(found, model.state_dict()).values()) <= 1e-6
+    assert max(largest_difference(actual, model.state_dict()).values()) <= 1e-6
 
 
 def _keeps_whole_rows() -> dict[str, Tensor]:
@@ -295,9 +297,9 @@ def _keeps_whole_rows() -> dict[str, Tensor]:
 
 
 def test_row_wise_adagrad_steps_on_shards_where_a_rank_has_no_rows() -> None:
-    found = run_on_warm_ranks(_keeps_whole_rows, 2)[0]
-    wanted = train_unsharded(seeded(ClickModel, RowWiseAdagrad, {"lr": 0.1}), STEPS, 2).final_state
-    assert max(largest_difference(found, wanted).values()) <= 1e-5
+    actual = run_on_warm_ranks(_keeps_whole_rows, 2)[0]
+    expected = train_unsharded(seeded(ClickModel, RowWiseAdagrad, {"lr": 0.1}), STEPS, 2).final_state
+    assert max(largest_difference(actual, expected).values()) <= 1e-5
 
 
 def test_a_second_fit_on_a_gpu_shards_after_the_first_ones_shards_are_freed() -> None:
@@ -318,7 +320,7 @@ def _fit_again() -> list[int]:
 
     def look(*args: Any, **options: Any) -> Any:
         on_gpu.stop()
-        alive.extend(sum(of() is not None for of in found) for found in (old, states))
+        alive.extend(sum(reference() is not None for reference in references) for references in (old, states))
         return shard_tables(*args, **options)
 
     on_gpu = patch.object(gpu, "is_on_gpu", lambda tensor: True)

@@ -37,15 +37,15 @@ def _train(kind: type, optimizer: Any, strategy: dict[str, Any], steps: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("kind", "optimizer", "strategy", "said"),
+    ("kind", "optimizer", "strategy", "message"),
     [
         (ClipsByItself, ADAM, {}, r"ShardedWeightError: the gradient of the sharded table 'ebc.\w+' was read \(norm\)"),
         (DependsOnTheRank, SGD, {}, "OptimizerError: 'mlp.2.weight' is no longer the same on all ranks"),
     ],
 )
 def test_what_makes_weights_drift_apart_is_reported_on_every_rank(
-    kind: type, optimizer: Any, strategy: dict[str, Any], said: str
+    kind: type, optimizer: Any, strategy: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(RankFailed) as failed:
         run_on_ranks(_train, 2, kind, optimizer, strategy | {"sharding_types": ["table_wise"]}, 40)
-    assert len(re.findall(f"^.*{said}", str(failed.value), re.M)) == 2
+    assert len(re.findall(f"^.*{message}", str(failed.value), re.M)) == 2

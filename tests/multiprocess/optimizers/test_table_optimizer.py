@@ -48,7 +48,7 @@ class AllInOne(ClickModel):
         tables = self.trainer.strategy.run_tables
         self.seen["kinds"] = {name.split(".")[-1]: update.kind for name, update in tables.updates.items()}
         self.seen["why"] = {update.reason for update in tables.updates.values()}
-        self.seen["theirs"] = [len(group["params"]) for o in self.trainer.optimizers for group in o.param_groups]
+        self.seen["group_sizes"] = [len(group["params"]) for o in self.trainer.optimizers for group in o.param_groups]
 
 
 class DenseOnly(AllInOne):
@@ -141,14 +141,14 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def _fit(kind: type, strategy: dict[str, Any], more: Callable[[], dict[str, Any]] = dict) -> tuple[State, Any]:
+def _fit(kind: type, strategy: dict[str, Any], extra: Callable[[], dict[str, Any]] = dict) -> tuple[State, Any]:
     model = seeded(kind)
-    said = Lines()
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(said)
-    trainer = make_trainer(strategy, **more())
+    lines = Lines()
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(lines)
+    trainer = make_trainer(strategy, **extra())
     trainer.fit(model, rank_loader(STEPS, rank_and_num_ranks()[0]))
     monitors = [c for c in trainer.callbacks if isinstance(c, LearningRateMonitor)]
-    model.seen["said"] = said.lines
+    model.seen["output"] = lines.lines
     model.seen["rates"] = [monitor.lrs for monitor in monitors]
     return model.final_state, model.seen
 
@@ -158,7 +158,7 @@ def _plain(
     tables: Callable[[Any], torch.optim.Optimizer],
     every: int = 1,
     norm: float | None = None,
-    before: Callable[[Any, int], Any] = lambda *_: None,
+    prepare: Callable[[Any, int], Any] = lambda *_: None,
     forgets: bool = False,
     dense: bool = True,
 ) -> State:
@@ -167,7 +167,7 @@ def _plain(
     optimizers: list[Any] = [tables(model.ebc.parameters())]
     optimizers += [torch.optim.Adam(model.mlp.parameters(), lr=0.01)] if dense else []
     for index, batch in enumerate(global_batches(STEPS)):
-        before(model, index)
+        prepare(model, index)
         (loss_of(model, batch) / (1 if forgets or kind is ByHand else every)).backward()
         if (index + 1) % every == 0:
             if norm is not None:
@@ -213,8 +213,8 @@ def _two_of_tables() -> State:
     return model.state_dict()
 
 
-def _own(optimizer: Any, **more: Any) -> dict[str, Any]:
-    return {"table_optimizer": optimizer, "tables": SHARDINGS, **more}
+def _own(optimizer: Any, **extra: Any) -> dict[str, Any]:
+    return {"table_optimizer": optimizer, "tables": SHARDINGS, **extra}
 
 
 def _scaler() -> torch.amp.GradScaler:
@@ -268,7 +268,7 @@ def _by_schedules() -> State:
 
 
 def _unfrozen() -> State:
-    return _plain(Unfreezes, adagrad, before=lambda model, index: model.ebc.requires_grad_(index >= 3))
+    return _plain(Unfreezes, adagrad, prepare=lambda model, index: model.ebc.requires_grad_(index >= 3))
 
 
 def _scaled() -> State:
@@ -309,14 +309,14 @@ FUSED = ("all in one", "dense only", "schedules", "none", "two of tables", "unfr
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
+def results() -> dict[str, Any]:
     """What rank 0 trained and saw in each run."""
     return run_each_on_ranks(RUNS, 2)[0]
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_both_optimizers_give_the_numbers_of_one_process(found: dict[str, Any], run: str) -> None:
-    state, seen = found[run]
+def test_both_optimizers_give_the_numbers_of_one_process(results: dict[str, Any], run: str) -> None:
+    state, seen = results[run]
     differences = largest_difference(state, WANTED[run]())
     assert max(differences.values()) <= (1e-4 if run == "scaled" else 1e-5), differences
     kinds = {"wide": "fused", "narrow": "fused", "shared": "dense"}
@@ -329,26 +329,28 @@ def test_both_optimizers_give_the_numbers_of_one_process(found: dict[str, Any], 
     assert seen["kinds"] == kinds
 
 
-def test_tables_leave_the_optimizer_of_the_module_which_keeps_its_groups(found: dict[str, Any]) -> None:
-    theirs = {run: seen["theirs"] for run, (_, seen) in found.items()}
-    assert theirs["all in one"] == theirs["dense only"] == [2]
-    assert theirs["schedules"] == [0, 2]
+def test_tables_leave_the_optimizer_of_the_module_which_keeps_its_groups(results: dict[str, Any]) -> None:
+    group_sizes = {run: seen["group_sizes"] for run, (_, seen) in results.items()}
+    assert group_sizes["all in one"] == group_sizes["dense only"] == [2]
+    assert group_sizes["schedules"] == [0, 2]
 
 
-def test_the_start_table_says_which_optimizer_updates_a_table_and_why(found: dict[str, Any]) -> None:
-    assert "table_optimizer's Adagrad has the same numbers in FBGEMM" in found["all in one"][1]["why"]
-    assert "table_optimizer's Adam moves rows that no id touched" in found["Adam"][1]["why"]
-    assert "table_optimizer's Adagrad: gradient_clip_val=0.05" in found["clipped"][1]["why"]
+def test_the_start_table_says_which_optimizer_updates_a_table_and_why(results: dict[str, Any]) -> None:
+    assert "table_optimizer's Adagrad has the same numbers in FBGEMM" in results["all in one"][1]["why"]
+    assert "table_optimizer's Adam moves rows that no id touched" in results["Adam"][1]["why"]
+    assert "table_optimizer's Adagrad: gradient_clip_val=0.05" in results["clipped"][1]["why"]
 
 
-def test_embeddings_that_are_not_sharded_are_named(found: dict[str, Any]) -> None:
-    said = run_on_warm_ranks(_fit, 1, WithSmall, {"table_optimizer": ADAGRAD})[0][1]["said"]
-    assert [line for line in said if "table_optimizer: 'small' is not sharded, and stays with the optimizer of" in line]
-    assert not [line for line in found["all in one"][1]["said"] if "is not sharded" in line]
+def test_embeddings_that_are_not_sharded_are_named(results: dict[str, Any]) -> None:
+    output = run_on_warm_ranks(_fit, 1, WithSmall, {"table_optimizer": ADAGRAD})[0][1]["output"]
+    assert [
+        line for line in output if "table_optimizer: 'small' is not sharded, and stays with the optimizer of" in line
+    ]
+    assert not [line for line in results["all in one"][1]["output"] if "is not sharded" in line]
 
 
-def test_the_monitor_of_learning_rates_shows_the_rate_of_tables(found: dict[str, Any]) -> None:
-    (rates,) = found["schedules"][1]["rates"]
+def test_the_monitor_of_learning_rates_shows_the_rate_of_tables(results: dict[str, Any]) -> None:
+    (rates,) = results["schedules"][1]["rates"]
     assert rates["lr-table_optimizer"] == pytest.approx([0.02 * _linear(step) for step in range(STEPS)])
     assert rates["lr-Adam/pg2"] == pytest.approx([0.01 * 0.8**step for step in range(STEPS)])
 
@@ -393,12 +395,14 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_the_one_that_never_stopped(live
     assert problems_of(LIVES[life], lived[life]) == []
 
 
-@pytest.mark.parametrize(("life", "said"), [("without", "0 optimizers by table_optimizer"), ("with", "1 optimizers")])
+@pytest.mark.parametrize(
+    ("life", "message"), [("without", "0 optimizers by table_optimizer"), ("with", "1 optimizers")]
+)
 def test_a_checkpoint_of_other_optimizers_is_refused_with_a_way_out(
-    lived: dict[str, Any], life: str, said: str
+    lived: dict[str, Any], life: str, message: str
 ) -> None:
     failed = lived[life].then[0][0].failed
-    assert f"CheckpointError: the checkpoint has the state of {said}" in failed
+    assert f"CheckpointError: the checkpoint has the state of {message}" in failed
     assert "checkpoint={'start_from': path}" in failed
 
 

@@ -34,14 +34,14 @@ CASES: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, dict[str, Tensor]]:
+def results() -> dict[str, dict[str, Tensor]]:
     return run_each_on_ranks(CASES, 2)[0]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_layers_that_are_unfrozen_learn_as_in_one_process(found: dict[str, dict[str, Tensor]], case: str) -> None:
+def test_layers_that_are_unfrozen_learn_as_in_one_process(results: dict[str, dict[str, Tensor]], case: str) -> None:
     pl.seed_everything(5)
-    alone = CASES[case][1]()
-    pl.Trainer(**DEFAULTS | {"max_epochs": 2}).fit(alone, whole_batches(2))
-    for name, value in alone.state_dict().items():
-        torch.testing.assert_close(found[case][name], value, atol=1e-5, rtol=1e-5, msg=name)
+    single = CASES[case][1]()
+    pl.Trainer(**DEFAULTS | {"max_epochs": 2}).fit(single, whole_batches(2))
+    for name, value in single.state_dict().items():
+        torch.testing.assert_close(results[case][name], value, atol=1e-5, rtol=1e-5, msg=name)

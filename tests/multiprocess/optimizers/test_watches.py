@@ -53,11 +53,11 @@ class TwoNames(ClickModel):
 
     def _build(self) -> None:
         super()._build()
-        self.same = self.ebc
+        self.alias = self.ebc
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         features = KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"])
-        return self.mlp(self.same(features).values()).squeeze(-1)
+        return self.mlp(self.alias(features).values()).squeeze(-1)
 
 
 class WithL2(ClickModel):
@@ -106,7 +106,7 @@ def _train(kind: type, optimizer: Any, strategy: dict[str, Any], frozen: bool = 
 
 
 @pytest.mark.parametrize(
-    ("kind", "optimizer", "frozen", "said"),
+    ("kind", "optimizer", "frozen", "output"),
     [
         (LooksUpTwice, ADAGRAD, False, "OptimizerError: gradients came to more than one lookup of 'ebc' in a step"),
         (WithL2, SGD, False, "OptimizerError: the loss uses the weight of 'ebc."),
@@ -115,10 +115,10 @@ def _train(kind: type, optimizer: Any, strategy: dict[str, Any], frozen: bool = 
         (ReadsWeight, ADAM, False, "ShardedWeightError: the weight of the sharded table 'ebc.wide' was read"),
     ],
 )
-def test_is_reported_on_every_rank(kind: type, optimizer: Any, frozen: bool, said: str) -> None:
+def test_is_reported_on_every_rank(kind: type, optimizer: Any, frozen: bool, output: str) -> None:
     with pytest.raises(RankFailed) as failed:
         run_on_warm_ranks(_train, 2, kind, optimizer, {}, frozen)
-    assert len(re.findall(f"^.*{re.escape(said)}", str(failed.value), re.M)) == 2
+    assert len(re.findall(f"^.*{re.escape(output)}", str(failed.value), re.M)) == 2
 
 
 @pytest.mark.parametrize(
@@ -135,14 +135,14 @@ def test_is_reported_on_every_rank(kind: type, optimizer: Any, frozen: bool, sai
     ],
 )
 def test_what_adds_up_is_exact(kind: type, optimizer: Any, strategy: dict[str, Any]) -> None:
-    found = run_on_warm_ranks(_train, 2, kind, optimizer, strategy)[0]
+    actual = run_on_warm_ranks(_train, 2, kind, optimizer, strategy)[0]
     start = seeded(kind, *optimizer)
     reference = train_unsharded(start, STEPS, 2).final_state
-    assert max(largest_difference(found, reference).values()) <= (1e-6 if optimizer is SGD else 1e-5)
+    assert max(largest_difference(actual, reference).values()) <= (1e-6 if optimizer is SGD else 1e-5)
 
 
 def test_tables_that_are_unfrozen_while_training_learn_from_then_on() -> None:
-    found = run_on_warm_ranks(_train, 2, UnfreezesLater, SGD, {}, True)[0]
+    actual = run_on_warm_ranks(_train, 2, UnfreezesLater, SGD, {}, True)[0]
     model = seeded(UnfreezesLater, *SGD)
     model.ebc.requires_grad_(False)
     optimizer = model.configure_optimizers()
@@ -152,11 +152,11 @@ def test_tables_that_are_unfrozen_while_training_learn_from_then_on() -> None:
         optimizer.zero_grad()
         model.training_step(join_batches([make_batch(1000 * step + rank) for rank in range(2)]), step).backward()
         optimizer.step()
-    assert max(largest_difference(found, model.state_dict()).values()) <= 1e-6
+    assert max(largest_difference(actual, model.state_dict()).values()) <= 1e-6
 
 
 def test_an_optimizer_step_that_warms_up_is_exact() -> None:
-    found = run_on_warm_ranks(_train, 2, WarmsUp, SGD, {})[0]
+    actual = run_on_warm_ranks(_train, 2, WarmsUp, SGD, {})[0]
     model = seeded(WarmsUp, *SGD)
     optimizer = model.configure_optimizers()
     for step in range(STEPS):
@@ -164,7 +164,7 @@ def test_an_optimizer_step_that_warms_up_is_exact() -> None:
         optimizer.zero_grad()
         model.training_step(join_batches([make_batch(1000 * step + rank) for rank in range(2)]), step).backward()
         optimizer.step()
-    assert max(largest_difference(found, model.state_dict()).values()) <= 1e-6
+    assert max(largest_difference(actual, model.state_dict()).values()) <= 1e-6
 
 
 class DropsNaN(ClickModel):
@@ -188,39 +188,39 @@ def _frozen_through_nan(part: bool) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("part", [False, True])
 def test_frozen_tables_stay_through_gradients_that_are_not_finite(part: bool) -> None:
-    found = run_on_warm_ranks(_frozen_through_nan, 2, part)[0]
-    wanted = seeded(DropsNaN, *SGD).state_dict()
+    actual = run_on_warm_ranks(_frozen_through_nan, 2, part)[0]
+    expected = seeded(DropsNaN, *SGD).state_dict()
     for name in ("narrow", "shared") + (() if part else ("wide",)):
         key = f"ebc.embedding_bags.{name}.weight"
-        assert torch.equal(found[key], wanted[key])
+        assert torch.equal(actual[key], expected[key])
 
 
 def _refused_between() -> dict[str, Any]:
     rank, _ = rank_and_num_ranks()
     model = seeded(EvaluatedModel, *SGD)
     make_trainer().fit(model, rank_loader(4, rank))
-    before = model.final_state
-    said = []
+    initial = model.final_state
+    output = []
     for options in ({"gradient_clip_val": 1.0}, {"accumulate_grad_batches": 4}):
         try:
             make_trainer({"embedding_update": "fused"}, **options).fit(model, rank_loader(4, rank))
         except Exception as error:
-            said.append(type(error).__name__)
+            output.append(type(error).__name__)
     try:
         narrow = {"memory_bytes_per_rank": 10_000, "sharding_types": ["table_wise"]}
         make_trainer(narrow).fit(model, rank_loader(4, rank))
     except Exception as error:
-        said.append(type(error).__name__)
+        output.append(type(error).__name__)
     model.options = {"lr": 0.0}
     make_trainer().fit(model, rank_loader(1, rank))
-    return {"before": before, "after": model.final_state, "said": said}
+    return {"initial": initial, "after": model.final_state, "output": output}
 
 
 def test_a_refused_fit_leaves_the_trained_tables_as_they_are() -> None:
-    for found in run_on_warm_ranks(_refused_between, 2):
-        assert found["said"] == ["UnsupportedError", "UnsupportedError", "InfeasiblePlanError"]
-    found = run_on_warm_ranks(_refused_between, 2)[0]
-    assert all(torch.equal(found["before"][key], found["after"][key]) for key in found["before"])
+    for actual in run_on_warm_ranks(_refused_between, 2):
+        assert actual["output"] == ["UnsupportedError", "UnsupportedError", "InfeasiblePlanError"]
+    actual = run_on_warm_ranks(_refused_between, 2)[0]
+    assert all(torch.equal(actual["initial"][key], actual["after"][key]) for key in actual["initial"])
 
 
 def _frozen_then_learning() -> list[dict[str, Tensor]]:
@@ -258,9 +258,9 @@ def _replaced_between_fits() -> dict[str, Tensor]:
 
 
 def test_tables_that_the_user_puts_in_the_place_of_trained_ones_bring_their_own_rows() -> None:
-    found = run_on_warm_ranks(_replaced_between_fits, 2)[0]
-    wanted = seeded(EvaluatedModel, *SGD).state_dict()
-    assert all(torch.equal(found[key], wanted[key]) for key in wanted if "embedding" in key)
+    actual = run_on_warm_ranks(_replaced_between_fits, 2)[0]
+    expected = seeded(EvaluatedModel, *SGD).state_dict()
+    assert all(torch.equal(actual[key], expected[key]) for key in expected if "embedding" in key)
 
 
 def _refused_on_meta() -> str:
@@ -273,8 +273,8 @@ def _refused_on_meta() -> str:
 
 
 def test_a_refusal_is_not_hidden_where_tables_are_on_meta() -> None:
-    for said in run_on_warm_ranks(_refused_on_meta, 2):
-        assert said.startswith("UnsupportedError: gradient_clip_val=1.0")
+    for output in run_on_warm_ranks(_refused_on_meta, 2):
+        assert output.startswith("UnsupportedError: gradient_clip_val=1.0")
 
 
 class Borrows(ClickModel):
@@ -298,8 +298,8 @@ def _borrowed() -> str:
 
 
 def test_tables_that_another_module_sharded_are_refused() -> None:
-    for said in run_on_warm_ranks(_borrowed, 2):
-        assert said.startswith("ShardingError: 'ebc' was sharded as a part of another LightningModule")
+    for output in run_on_warm_ranks(_borrowed, 2):
+        assert output.startswith("ShardingError: 'ebc' was sharded as a part of another LightningModule")
 
 
 class TinyTables(ClickModel):
@@ -322,9 +322,9 @@ class TinyTables(ClickModel):
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_tables_of_a_few_rows_train_under_the_default_plan(num_ranks: int) -> None:
-    found = run_on_warm_ranks(_train, num_ranks, TinyTables, SGD, {})[0]
+    actual = run_on_warm_ranks(_train, num_ranks, TinyTables, SGD, {})[0]
     reference = train_unsharded(seeded(TinyTables, *SGD), STEPS, num_ranks).final_state
-    assert max(largest_difference(found, reference).values()) <= 1e-6
+    assert max(largest_difference(actual, reference).values()) <= 1e-6
 
 
 def test_a_row_wise_cut_that_leaves_a_rank_without_rows_is_refused() -> None:
@@ -398,6 +398,6 @@ def _half() -> list[str]:
 
 
 def test_float16_tables_train_and_say_that_they_round() -> None:
-    said = run_on_warm_ranks(_half, 2)[0]
-    assert len(said) == 1
-    assert said[0].startswith("table 'ebc.narrow' has float16 rows")
+    output = run_on_warm_ranks(_half, 2)[0]
+    assert len(output) == 1
+    assert output[0].startswith("table 'ebc.narrow' has float16 rows")

@@ -32,9 +32,9 @@ class SeveralGroups(BareAndTied):
 
     def configure_optimizers(self) -> Any:
         slow = [self.scale, self.still.weight, *self.fold.parameters()]
-        taken = {id(p) for p in slow}
-        rest = [p for p in self.parameters() if id(p) not in taken]
-        optimizer = self.kind([{"params": slow, "lr": 1e-3, "weight_decay": 0.1}, {"params": rest}], lr=1e-2)
+        slow_ids = {id(p) for p in slow}
+        remaining = [p for p in self.parameters() if id(p) not in slow_ids]
+        optimizer = self.kind([{"params": slow, "lr": 1e-3, "weight_decay": 0.1}, {"params": remaining}], lr=1e-2)
         momentum = "betas" in optimizer.defaults
         rates = [0.003, 0.03]
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=40, cycle_momentum=momentum)
@@ -60,8 +60,8 @@ KINDS |= {kind.__name__: kind for kind in (SeveralGroups, WithAdagrad, WithRAdam
 
 
 def _both(kind: str, settings: dict[str, Any]) -> Any:
-    ours = fit(kind, TunedDDPStrategy(zero_optimizer=True), **settings)
-    return ours, fit(kind, TunedDDPStrategy(), **settings)
+    tuned = fit(kind, TunedDDPStrategy(zero_optimizer=True), **settings)
+    return tuned, fit(kind, TunedDDPStrategy(), **settings)
 
 
 CASES: dict[str, tuple[Any, ...]] = {
@@ -84,8 +84,8 @@ CASES: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_losses_and_weights_are_those_without(num_ranks: int) -> None:
     for results in run_each_on_ranks(CASES, num_ranks):
-        for ours, without in results.values():
-            check_same(ours, without)
+        for tuned, without in results.values():
+            check_same(tuned, without)
 
 
 def _bytes_of_state() -> tuple[int, int]:
@@ -98,15 +98,15 @@ def _bytes_of_state() -> tuple[int, int]:
             return self.net(inputs)
 
     rank, num_ranks = rank_and_num_ranks()
-    found = []
+    actual = []
     for zero_optimizer in (True, False):
         strategy = TunedDDPStrategy(zero_optimizer=zero_optimizer)
         trainer = pl.Trainer(strategy=strategy, devices=num_ranks, **DEFAULTS)
         look = _Look()
         trainer.callbacks.append(look)
         trainer.fit(Wide(), loader(rank, num_ranks))
-        found.append(look.num_bytes)
-    return found[0], found[1]
+        actual.append(look.num_bytes)
+    return actual[0], actual[1]
 
 
 class _Look(Callback):
@@ -185,14 +185,14 @@ def _refused(kind: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "output"),
     [
         ("StepsByItself", "OfTheirOwn is not known to update each parameter from its own gradient alone"),
         ("WithLBFGS", "LBFGS is not known to update each parameter from its own gradient alone"),
         (WithEmbedding.__name__, "'table' has sparse gradients, and all of its rows would be sent after every step"),
     ],
 )
-def test_what_cannot_be_shared_out_is_refused_before_the_first_step(kind: str, said: str) -> None:
+def test_what_cannot_be_shared_out_is_refused_before_the_first_step(kind: str, output: str) -> None:
     for message in run_on_warm_ranks(_refused, 2, kind):
-        assert said in message
+        assert output in message
         assert "zero_optimizer=False" in message

@@ -43,17 +43,17 @@ CASES: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_losses_and_weights_are_those_of_ddp(num_ranks: int) -> None:
     for results in run_each_on_ranks(CASES, num_ranks):
-        for ours, stock in results.values():
-            check_same(ours, stock)
+        for tuned, stock in results.values():
+            check_same(tuned, stock)
 
 
 def test_weights_are_those_of_one_process_with_the_batches_of_all() -> None:
     pl.seed_everything(5)
-    alone = BareAndTied()
+    single = BareAndTied()
     trainer = pl.Trainer(**DEFAULTS | {"max_epochs": 2} | FEWER_STEPS)
-    trainer.fit(alone, whole_batches(2))
+    trainer.fit(single, whole_batches(2))
     for _, weights in run_on_warm_ranks(_fit_with, 2, "BareAndTied", {}, FEWER_STEPS):
-        for name, value in alone.state_dict().items():
+        for name, value in single.state_dict().items():
             torch.testing.assert_close(weights[name], value, atol=1e-5, rtol=1e-5, msg=name)
 
 
@@ -107,14 +107,14 @@ def test_a_resumed_run_goes_on_as_one_that_never_stopped(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"comm_dtype": "fp8"}, "comm_dtype='fp8' is not known. Use one of 'fp32', 'bf16', 'fp16'"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb=0: must be above 0 MiB"),
     ],
 )
-def test_what_an_argument_cannot_be(arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_an_argument_cannot_be(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         TunedDDPStrategy(**arguments)
 
 
@@ -135,7 +135,7 @@ def test_sparse_gradients_as_16_bit_numbers_are_refused_before_the_first_step() 
 
 @pytest.mark.usefixtures("_variables_as_before")
 def test_the_name_is_enough_and_the_run_leaves_no_variables_but_those_of_lightning(tmp_path: Path) -> None:
-    before = set(os.environ)
+    initial = set(os.environ)
     trainer = pl.Trainer(strategy="ddp_tuned", devices=1, **DEFAULTS)
     assert type(trainer.strategy) is TunedDDPStrategy
     trainer.strategy.connect(model := BareAndTied())
@@ -146,13 +146,13 @@ def test_the_name_is_enough_and_the_run_leaves_no_variables_but_those_of_lightni
     assert not path.exists()
     trainer.fit(model, loader())
     assert len(model.losses) == 12
-    assert set(os.environ) - before <= {"MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "NODE_RANK"}
+    assert set(os.environ) - initial <= {"MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "NODE_RANK"}
 
 
 def _pickled() -> list[tuple[float, ...]]:
     """Return losses of a fit that goes on in a pickled copy of its trainer, and of one that goes on itself."""
     rank, num_ranks = rank_and_num_ranks()
-    found = []
+    actual = []
     for is_pickled in (True, False):
         pl.seed_everything(5)
         model = BareAndTied()
@@ -165,11 +165,11 @@ def _pickled() -> list[tuple[float, ...]]:
             trainer.strategy.connect(model := copy.deepcopy(model))
         trainer.fit_loop.max_epochs = 2
         trainer.fit(model, loader(rank, num_ranks))
-        found.append(tuple(model.losses))
-    return found
+        actual.append(tuple(model.losses))
+    return actual
 
 
 def test_a_trainer_can_be_pickled_and_its_copy_trains_on() -> None:
-    for pickled, same in run_on_warm_ranks(_pickled, 2):
-        assert len(pickled) == 12
-        assert pickled == same
+    for losses, losses_of_copy in run_on_warm_ranks(_pickled, 2):
+        assert len(losses) == 12
+        assert losses == losses_of_copy

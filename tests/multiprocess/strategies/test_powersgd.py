@@ -64,11 +64,11 @@ def _fit(kind: type[Recording] = Wide, path: str | None = None, **settings: Any)
     return model.losses, {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def _by_hand() -> tuple[list[float], dict[str, Any]]:
+def _by_hand(bucket_cap_mb: float = SMALL_BUCKETS) -> tuple[list[float], dict[str, Any]]:
     """The same with torch's own hook and buckets."""
     pl.seed_everything(5)
     model = Wide()
-    ddp = DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
     state = PowerSGDState(None, 2, 2, orthogonalization_epsilon=1e-8)
 
     def hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -88,14 +88,14 @@ def _by_hand() -> tuple[list[float], dict[str, Any]]:
     return model.losses, model.state_dict()
 
 
-def _alike(fit: Callable[[], Any]) -> Any:
+def _with_equal_draws(fit: Callable[[], Any]) -> Any:
     """Call it where all matrices of a shape start from the same numbers, whichever bucket they are in."""
     draw = torch.randn
 
-    def draw_alike(*shape: int, **options: Any) -> Tensor:
+    def draw_equal(*shape: int, **options: Any) -> Tensor:
         return draw(*shape, **{"generator": torch.Generator().manual_seed(0)} | options)
 
-    with patch.object(torch, "randn", draw_alike):
+    with patch.object(torch, "randn", draw_equal):
         return fit()
 
 
@@ -133,12 +133,12 @@ def _refusal(kind: Any, options: dict[str, Any], settings: dict[str, Any]) -> st
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = str(tmp_path_factory.mktemp("saved"))
     calls: dict[str, tuple[Any, ...]] = {
-        "ours": (_fit,),
-        "ours, alike": (_alike, _fit),
-        "by hand": (_alike, _by_hand),
+        "compressed": (_fit,),
+        "equal draws": (_with_equal_draws, _fit),
+        "by hand": (_with_equal_draws, _by_hand),
         "saved": (_saved, folder),
         "unfreezes": (_fit, UnfreezesWide),
         "accumulated": (_fit_accumulated,),
@@ -146,55 +146,55 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "compressed bytes": (_bytes, {"powersgd": POWERSGD | {"start_step": 0}}),
         "bytes": (_bytes, {}),
     }
-    refusals = {said: (_refusal, *case) for said, case in REFUSED.items()}
-    return [of_rank | {"folder": folder} for of_rank in run_each_on_ranks(calls | refusals, 2)]
+    refusals = {output: (_refusal, *case) for output, case in REFUSED.items()}
+    return [rank_results | {"folder": folder} for rank_results in run_each_on_ranks(calls | refusals, 2)]
 
 
 def _fit_accumulated() -> tuple[list[float], dict[str, Any]]:
     return _fit(accumulate_grad_batches=2, gradient_clip_val=0.5)
 
 
-def _check_same(ours: tuple[list[float], dict[str, Any]], other: tuple[list[float], dict[str, Any]]) -> None:
-    assert ours[0] == pytest.approx(other[0][-len(ours[0]) :], abs=1e-6)
+def _check_same(actual: tuple[list[float], dict[str, Any]], other: tuple[list[float], dict[str, Any]]) -> None:
+    assert actual[0] == pytest.approx(other[0][-len(actual[0]) :], abs=1e-6)
     for name, value in other[1].items():
-        torch.testing.assert_close(ours[1][name], value, atol=1e-6, rtol=1e-6, msg=name)
+        torch.testing.assert_close(actual[1][name], value, atol=1e-6, rtol=1e-6, msg=name)
 
 
-def test_numbers_are_those_of_torchs_hook(found: list[dict[str, Any]]) -> None:
-    for of_rank in found:
-        _check_same(of_rank["ours, alike"], of_rank["by hand"])
+def test_numbers_are_those_of_torchs_hook(results: list[dict[str, Any]]) -> None:
+    for rank_results in results:
+        _check_same(rank_results["equal draws"], rank_results["by hand"])
 
 
 @pytest.mark.parametrize("step", [1, 2, 7])
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(found: list[dict[str, Any]], step: int) -> None:
-    for of_rank in found:
-        assert len(of_rank["saved"]["resumed"][step][0]) == 12 - step
-        _check_same(of_rank["saved"]["resumed"][step], of_rank["saved"]["straight"])
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(results: list[dict[str, Any]], step: int) -> None:
+    for rank_results in results:
+        assert len(rank_results["saved"]["resumed"][step][0]) == 12 - step
+        _check_same(rank_results["saved"]["resumed"][step], rank_results["saved"]["straight"])
 
 
-def test_compressed_gradients_are_not_the_others(found: list[dict[str, Any]]) -> None:
-    for of_rank in found:
-        straight = of_rank["saved"]["straight"][0]
-        assert of_rank["saved"]["forgotten"][0] != pytest.approx(straight[7:], abs=1e-4)
+def test_compressed_gradients_are_not_the_others(results: list[dict[str, Any]]) -> None:
+    for rank_results in results:
+        straight = rank_results["saved"]["straight"][0]
+        assert rank_results["saved"]["forgotten"][0] != pytest.approx(straight[7:], abs=1e-4)
 
 
-@pytest.mark.parametrize("case", ["ours", "unfreezes", "accumulated", "single numbers"])
-def test_ranks_have_the_same_weights(found: list[dict[str, Any]], case: str) -> None:
-    first, second = (of_rank[case][1] for of_rank in found)
+@pytest.mark.parametrize("case", ["compressed", "unfreezes", "accumulated", "single numbers"])
+def test_ranks_have_the_same_weights(results: list[dict[str, Any]], case: str) -> None:
+    first, second = (rank_results[case][1] for rank_results in results)
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
         assert bool(value.isfinite().all())
 
 
-def test_fewer_bytes_are_sent(found: list[dict[str, Any]]) -> None:
-    assert found[0]["compressed bytes"] < 0.4 * found[0]["bytes"]
+def test_fewer_bytes_are_sent(results: list[dict[str, Any]]) -> None:
+    assert results[0]["compressed bytes"] < 0.4 * results[0]["bytes"]
 
 
-@pytest.mark.parametrize("said", REFUSED)
-def test_what_cannot_be_compressed_is_refused(found: list[dict[str, Any]], said: str) -> None:
-    for of_rank in found:
-        with pytest.raises(AssertionError, match=said):
-            raise AssertionError(of_rank[said])
+@pytest.mark.parametrize("output", REFUSED)
+def test_what_cannot_be_compressed_is_refused(results: list[dict[str, Any]], output: str) -> None:
+    for rank_results in results:
+        with pytest.raises(AssertionError, match=output):
+            raise AssertionError(rank_results[output])
 
 
 def _resumed_alone(path: str) -> tuple[list[float], list[str]]:
@@ -205,8 +205,8 @@ def _resumed_alone(path: str) -> tuple[list[float], list[str]]:
 
 
 @pytest.mark.slow
-def test_another_number_of_ranks_drops_what_was_left_over_with_a_warning(found: list[dict[str, Any]]) -> None:
-    path = Path(found[0]["folder"], "step=7.ckpt")
+def test_another_number_of_ranks_drops_what_was_left_over_with_a_warning(results: list[dict[str, Any]]) -> None:
+    path = Path(results[0]["folder"], "step=7.ckpt")
     for losses, messages in run_on_warm_ranks(_resumed_alone, 4, str(path)):
         assert all(loss == loss for loss in losses)
         assert len(losses) == 3
@@ -216,7 +216,7 @@ def test_another_number_of_ranks_drops_what_was_left_over_with_a_warning(found: 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "output"),
     [
         ({"powersgd": {"matrix_rank": 0}}, "powersgd: matrix_rank=0 must be at least 1"),
         ({"powersgd": {"start_step": -1}}, "powersgd: start_step=-1 must be at least 0"),
@@ -224,6 +224,6 @@ def test_another_number_of_ranks_drops_what_was_left_over_with_a_warning(found: 
         ({"powersgd": {}, "comm_dtype": "bf16"}, "powersgd and comm_dtype='bf16' both say how gradients are sent"),
     ],
 )
-def test_what_the_option_cannot_be(arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_the_option_cannot_be(arguments: dict[str, Any], output: str) -> None:
+    with pytest.raises(ConfigError, match=output):
         TunedDDPStrategy(**arguments)

@@ -61,14 +61,14 @@ def test_only_buffers_that_change_are_broadcast() -> None:
             f"written {depth}": (_fit, WithBuffer, depth, 16),
             f"batch norm {depth}": (_fit, WithBatchNorm, depth),
         }
-    one, other = run_each_on_ranks(calls, 2)
+    first, other = run_each_on_ranks(calls, 2)
     for depth in (1, 3):
-        assert one[f"constant {depth}"][0][0], "until it is known that they do not change"
-        assert not any(one[f"constant {depth}"][0][12:])
-        assert not any(one[f"written {depth}"][0][12:16])
-        assert all(one[f"written {depth}"][0][20:]), "a rank wrote"
-        assert all(one[f"batch norm {depth}"][0])
+        assert first[f"constant {depth}"][0][0], "until it is known that they do not change"
+        assert not any(first[f"constant {depth}"][0][12:])
+        assert not any(first[f"written {depth}"][0][12:16])
+        assert all(first[f"written {depth}"][0][20:]), "a rank wrote"
+        assert all(first[f"batch norm {depth}"][0])
     for name in calls:
-        assert one[name][0] == other[name][0], "both ranks broadcast, or none does"
+        assert first[name][0] == other[name][0], "both ranks broadcast, or none does"
         if "written" in name:  # rank 0's, as under DDP
             assert other[name][1]["offset"].tolist() == [0, 0]

@@ -82,10 +82,10 @@ def test_losses_and_weights_are_those_of_one_process(num_ranks: int) -> None:
     for name, (_, kind, settings) in CASES.items():
         losses, weights = _alone(kind, settings, num_ranks)
         for way in ("sparse", "dense"):
-            of_ranks = [result[name][way] for result in results]
-            mean = [sum(theirs) / num_ranks for theirs in zip(*(found[0] for found in of_ranks), strict=True)]
-            for _, found in of_ranks:
-                check_same((mean, found), (losses, weights), most=1e-5)
+            per_rank = [result[name][way] for result in results]
+            mean = [sum(reference) / num_ranks for reference in zip(*(actual[0] for actual in per_rank), strict=True)]
+            for _, actual in per_rank:
+                check_same((mean, actual), (losses, weights), most=1e-5)
 
 
 def _rows(way: Any) -> list[list[int]]:
@@ -113,23 +113,23 @@ def _averaged(num_rows: list[int]) -> list[tuple[Tensor, Tensor]]:
     rank = dist.get_rank()
     torch.manual_seed(rank)
     rows = torch.randint(9, (1, num_rows[rank]))
-    found = []
+    actual = []
     for sparse_grads in ("sparse", "dense"):
         gradient = torch.sparse_coo_tensor(
             rows, torch.ones(rows.shape[1], 2) * (rank + 1), (9, 2), check_invariants=True
         )
         bucket: Any = SimpleNamespace(buffer=lambda gradient=gradient: gradient)
-        found.append((gradient.to_dense(), sparse_hook(sparse_grads)(None, bucket).wait()))
-    return found
+        actual.append((gradient.to_dense(), sparse_hook(sparse_grads)(None, bucket).wait()))
+    return actual
 
 
 @pytest.mark.parametrize("num_rows", [(0, 0, 0), (0, 5, 2), (7, 0, 30)])
 def test_ranks_that_looked_up_nothing_are_averaged_too(num_rows: tuple[int, ...]) -> None:
     results = run_on_warm_ranks(_averaged, 3, list(num_rows))
-    for of_way in zip(*results, strict=True):
-        mean = sum(own for own, _ in of_way) / 3
-        looked_up = sum(own for own, _ in of_way)[:, 0].nonzero()[:, 0].tolist()
-        for _, averaged in of_way:
+    for way_results in zip(*results, strict=True):
+        mean = sum(local for local, _ in way_results) / 3
+        looked_up = sum(local for local, _ in way_results)[:, 0].nonzero()[:, 0].tolist()
+        for _, averaged in way_results:
             torch.testing.assert_close(averaged.to_dense(), mean)
             assert averaged.is_coalesced()
             assert averaged.indices()[0].tolist() == looked_up

@@ -19,7 +19,9 @@ class Counted(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += not any(of.alias_info is not None and not of.alias_info.is_write for of in func._schema.returns)
+        self.count += not any(
+            result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns
+        )
         return func(*args, **(kwargs or {}))
 
 
@@ -45,20 +47,20 @@ def parameters(count: int) -> list[nn.Parameter]:
 
 def test_norm_and_gradients_are_those_of_torch(group: None) -> None:
     for limit in (0.5, 1000.0):
-        ours, theirs = parameters(8), parameters(8)
-        theirs[-1].grad = theirs[-1].grad.to_dense()
-        norm = clip_by_norm(ours, {id(ours[-1])}, limit)
-        wanted = clip_grad_norm_(theirs, limit)
-        torch.testing.assert_close(norm, wanted.float())
-        for one, other in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(one.grad.to_dense(), other.grad)
+        actual, reference = parameters(8), parameters(8)
+        reference[-1].grad = reference[-1].grad.to_dense()
+        norm = clip_by_norm(actual, {id(actual[-1])}, limit)
+        expected = clip_grad_norm_(reference, limit)
+        torch.testing.assert_close(norm, expected.float())
+        for parameter, other in zip(actual, reference, strict=True):
+            torch.testing.assert_close(parameter.grad.to_dense(), other.grad)
 
 
 def test_as_many_operations_for_many_parameters_as_for_few(group: None) -> None:
     counts = []
     for number in (4, 40):
-        of = parameters(number)
+        many = parameters(number)
         with Counted() as counted:
-            clip_by_norm(of, None, 0.5)
+            clip_by_norm(many, None, 0.5)
         counts.append(counted.count)
     assert counts[0] == counts[1]

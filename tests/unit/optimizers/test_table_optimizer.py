@@ -16,8 +16,8 @@ from lightning_distrec.optimizers.table_optimizer import build_table_optimizers,
 PLATEAU = {"class_path": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
 
 
-def _adagrad(**more: Any) -> dict[str, Any]:
-    return {"class_path": "torch.optim.Adagrad", "init_args": {"lr": 0.02}, **more}
+def _adagrad(**extra: Any) -> dict[str, Any]:
+    return {"class_path": "torch.optim.Adagrad", "init_args": {"lr": 0.02}, **extra}
 
 
 def test_a_class_path_may_be_a_name_and_arguments_may_stand_beside_it() -> None:
@@ -41,7 +41,7 @@ def test_what_the_command_line_makes_of_a_scheduler_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("value", "message"),
     [
         ("Adagrad", "table_optimizer='Adagrad': a dict with class_path is needed, for example"),
         ({"init_args": {"lr": 1}}, "a dict with class_path is needed"),
@@ -56,15 +56,15 @@ def test_what_the_command_line_makes_of_a_scheduler_is_taken() -> None:
         (_adagrad(lr_scheduler=PLATEAU), "lr_scheduler: ReduceLROnPlateau needs monitor"),
     ],
 )
-def test_what_table_optimizer_cannot_be(given: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said if ".*" in said else re.escape(said)):
-        TorchRecShardedStrategy(table_optimizer=given)
+def test_what_table_optimizer_cannot_be(value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message if ".*" in message else re.escape(message)):
+        TorchRecShardedStrategy(table_optimizer=value)
     with pytest.raises(ConfigError, match=re.escape("tables['a'].optimizer")):
-        TorchRecShardedStrategy(tables={"a": TableOptions(optimizer=given)})
+        TorchRecShardedStrategy(tables={"a": TableOptions(optimizer=value)})
 
 
-def _take(optimizers: list[Any], wanted: dict[str, Any], parameters: dict[str, Any], automatic: bool = True) -> Any:
-    parsed = {name: parse_table_optimizer(name, given) for name, given in wanted.items()}
+def _take(optimizers: list[Any], options: dict[str, Any], parameters: dict[str, Any], automatic: bool = True) -> Any:
+    parsed = {name: parse_table_optimizer(name, value) for name, value in options.items()}
     return build_table_optimizers(parameters, parsed, optimizers, automatic, {})
 
 
@@ -72,26 +72,26 @@ def test_tables_leave_groups_and_state_and_alike_ones_share_an_optimizer() -> No
     tables = {name: nn.Parameter(torch.ones(3, 4)) for name in "abc"}
     layer = nn.Parameter(torch.ones(2))
     groups = [{"params": [("a", tables["a"]), ("layer", layer)]}, {"params": [("b", tables["b"])]}]
-    theirs = torch.optim.Adagrad(groups)
-    own = _take([theirs], {"a": _adagrad(), "b": _adagrad(), "c": {"class_path": "SGD"}}, tables)
-    assert [group["params"] for group in theirs.param_groups] == [[layer], []]
-    assert [group["param_names"] for group in theirs.param_groups] == [["layer"], []]
-    assert list(theirs.state) == [layer]
-    assert [(type(of.optimizer), of.tables) for of in own] == [
+    user_optimizer = torch.optim.Adagrad(groups)
+    made = _take([user_optimizer], {"a": _adagrad(), "b": _adagrad(), "c": {"class_path": "SGD"}}, tables)
+    assert [group["params"] for group in user_optimizer.param_groups] == [[layer], []]
+    assert [group["param_names"] for group in user_optimizer.param_groups] == [["layer"], []]
+    assert list(user_optimizer.state) == [layer]
+    assert [(type(own_optimizer.optimizer), own_optimizer.tables) for own_optimizer in made] == [
         (torch.optim.Adagrad, ["a", "b"]),
         (torch.optim.SGD, ["c"]),
     ]
 
 
 @pytest.mark.parametrize(
-    ("kinds", "automatic", "more", "said"),
+    ("kinds", "automatic", "extra", "message"),
     [
         ((torch.optim.SGD, torch.optim.SGD), False, {}, "configure_optimizers returned 2 optimizers"),
         ((torch.optim.LBFGS,), True, {}, "LBFGS runs several backward passes in a step"),
         ((torch.optim.SGD,), False, {"lr_scheduler": {"class_path": "ConstantLR"}}, "has an lr_scheduler, and under"),
     ],
 )
-def test_steps_that_are_not_clear_are_refused(kinds: Any, automatic: bool, more: Any, said: str) -> None:
+def test_steps_that_are_not_clear_are_refused(kinds: Any, automatic: bool, extra: Any, message: str) -> None:
     optimizers = [kind([nn.Parameter(torch.ones(2))]) for kind in kinds]
-    with pytest.raises(OptimizerError, match=f"table_optimizer for 'a'.*{said}"):
-        _take(optimizers, {"a": _adagrad(**more)}, {"a": nn.Parameter(torch.ones(2, 4))}, automatic)
+    with pytest.raises(OptimizerError, match=f"table_optimizer for 'a'.*{message}"):
+        _take(optimizers, {"a": _adagrad(**extra)}, {"a": nn.Parameter(torch.ones(2, 4))}, automatic)

@@ -29,7 +29,7 @@ def test_fused_updates_are_given_every_hyperparameter() -> None:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "options", "why"),
+    ("optimizer", "options", "obstacle"),
     [
         (optim.SGD, {"lr": 0.1, "momentum": 0.9}, "FBGEMM's SGD has no momentum=0.9"),
         (optim.SGD, {"lr": 0.1, "maximize": True}, "FBGEMM's SGD has no maximize=True"),
@@ -37,9 +37,9 @@ def test_fused_updates_are_given_every_hyperparameter() -> None:
         (optim.Adam, {}, "Adam moves rows that no id touched"),
     ],
 )
-def test_what_fbgemm_would_ignore_goes_dense_with_the_reason(optimizer: type, options: Any, why: str) -> None:
+def test_what_fbgemm_would_ignore_goes_dense_with_the_reason(optimizer: type, options: Any, obstacle: str) -> None:
     update = decide(optimizer, **options)
-    assert (update.kind, update.reason) == ("dense", why)
+    assert (update.kind, update.reason) == ("dense", obstacle)
 
 
 def test_updates_that_must_wait_for_the_step_are_sparse_where_the_optimizer_can() -> None:
@@ -98,12 +98,12 @@ def test_unknown_optimizers_go_dense_only_when_asked_and_say_so() -> None:
 
 def test_groups_keep_count_order_and_options_when_shards_take_the_tables_places() -> None:
     tables = {name: nn.Parameter(torch.zeros(4, 8)) for name in ("dense", "fused", "elsewhere")}
-    before, after = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(2))
+    first, last = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(2))
     optimizer = optim.Adagrad(
         [
-            {"params": [before, tables["dense"], after], "lr": 0.5},
+            {"params": [first, tables["dense"], last], "lr": 0.5},
             {"params": [tables["fused"]], "lr": 0.25},
-            {"params": [tables["elsewhere"], before.detach().requires_grad_()]},
+            {"params": [tables["elsewhere"], first.detach().requires_grad_()]},
         ],
         lr=0.1,
         initial_accumulator_value=0.5,

@@ -58,9 +58,9 @@ def test_what_a_block_writes_counts_once_however_it_is_written(
     plain = Writes()
     recomputed = copy.deepcopy(plain)
     checkpoint_activations([recomputed])
-    wanted, found = train(plain), train(recomputed)
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-6, msg=name)
+    expected, actual = train(plain), train(recomputed)
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, atol=1e-6, rtol=1e-6, msg=name)
     assert recomputed.other_name is recomputed.in_place
 
 
@@ -73,5 +73,5 @@ def test_the_host_waits_for_large_buffers_only_once_for_a_block() -> None:
         checkpoint_activations([block])
         with emulated_streams() as streams:
             block(torch.randn(5, 6).to(torch.device("cpu"), non_blocking=True) + 1).sum().backward()
-            waits[numel] = [what for _, what, _ in streams.found.waits if what != "to(device)"]
+            waits[numel] = [call_name for _, call_name, _ in streams.found.waits if call_name != "to(device)"]
     assert waits == {6: [], 2**18 + 1: ["tolist"]}

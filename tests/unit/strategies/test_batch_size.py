@@ -39,10 +39,10 @@ class Data(pl.LightningDataModule):
 
     def __init__(self, batch_size: Any) -> None:
         super().__init__()
-        self.batch_size, self.asked = batch_size, 0
+        self.batch_size, self.num_requests = batch_size, 0
 
     def train_dataloader(self) -> DataLoader:
-        self.asked += 1
+        self.num_requests += 1
         return DataLoader(EXAMPLES, batch_size=6)  # type: ignore[arg-type]
 
 
@@ -73,7 +73,7 @@ def test_attributes_say_it_where_a_hook_makes_the_loader_and_no_hook_runs_once_m
     origin = "batch_size of the data or the module"
     data = Data(6)
     assert fit(Looks(), datamodule=data).seen == ("6", origin)
-    assert data.asked == 1
+    assert data.num_requests == 1
     assert fit(Looks(batch_size=8), datamodule=Data(None)).seen == ("512", "assumed")  # the data's is no number
     assert fit(Looks(batch_size=8), train_dataloaders=DataLoader(EXAMPLES, batch_size=None)).seen == ("8", origin)  # type: ignore[arg-type]
 
@@ -81,7 +81,7 @@ def test_attributes_say_it_where_a_hook_makes_the_loader_and_no_hook_runs_once_m
 def test_without_any_512_are_assumed_and_a_given_size_stays() -> None:
     ready = DataLoader(EXAMPLES, batch_size=None)  # type: ignore[arg-type]
     assert fit(Looks(), train_dataloaders=ready).seen == ("512", "assumed")
-    given = TorchRecShardedStrategy(batch_size_per_rank=64).table_settings
+    settings = TorchRecShardedStrategy(batch_size_per_rank=64).table_settings
     model = Looks(batch_size=8)
-    assert with_batch_size(given, pl.Trainer(**DEFAULTS), model) is given
-    assert given.batch_size_in_words == ("examples per rank", "64", "batch_size_per_rank")
+    assert with_batch_size(settings, pl.Trainer(**DEFAULTS), model) is settings
+    assert settings.batch_size_in_words == ("examples per rank", "64", "batch_size_per_rank")

@@ -11,9 +11,9 @@ from lightning_distrec.errors import ConfigError
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
+    precision = torch.get_float32_matmul_precision()
     yield
-    torch.set_float32_matmul_precision(before)
+    torch.set_float32_matmul_precision(precision)
 
 
 def test_the_precision_of_products_is_set_for_the_process_and_otherwise_left() -> None:
@@ -25,15 +25,15 @@ def test_the_precision_of_products_is_set_for_the_process_and_otherwise_left() -
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"float32_matmul_precision": "tf32"}, "float32_matmul_precision='tf32' is not known. Use one of 'highest'"),
         ({"watchdog_seconds": -1}, "watchdog_seconds=-1: must be at least 0, which disables the watchdog"),
         ({"timeout_seconds": 0}, "timeout_seconds=0: must be a number of seconds above 0"),
     ],
 )
-def test_what_an_argument_cannot_be(arguments: dict, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_an_argument_cannot_be(arguments: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         TorchRecShardedStrategy(**arguments)
 
 
