@@ -1,6 +1,7 @@
 """Clips by one global norm over replicated gradients and gradients that are sharded over the ranks."""
 
 from collections.abc import Iterable, Set
+from itertools import chain
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_distrec._compat.torch import norms_of, scale_all
+
+ON_ALL, ON_ONE = "on all ranks", "on one rank"
 
 
 def clip_by_norm(
@@ -23,31 +26,32 @@ def clip_by_norm(
     The numbers are those of torch.nn.utils.clip_grad_norm_ on the unsharded parameters.
     """
     parameters = list(parameters)
-    gradients: dict[Any, list[Tensor]] = {kind: [] for kind in _kinds(parameters, sharded)}
-    for parameter in _with_summed_rows(parameters):
-        gradients[_kind(parameter, sharded)].append(_values(parameter))
-    device = _device()
-    squares = {kind: _sum_of_squares(values, device) for kind, values in gradients.items()}
-    for kind, square in squares.items():
-        for group in _groups(kind):
+    gradients: dict[Any, list[Tensor]] = {placement: [] for placement in _placements(parameters, sharded)}
+    for parameter in _learning(parameters):
+        gradients[_placement(parameter, sharded)].append(_values(parameter))
+    is_nccl = dist.get_backend() == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+    squares = {placement: _sum_of_squares(values, device) for placement, values in gradients.items()}
+    for placement, square in squares.items():
+        for group in _groups(placement):
             dist.all_reduce(square, group=group)
-        if kind == ON_ONE:
+        if placement == ON_ONE:
             square /= num_replicas
     norm = torch.stack(list(squares.values())).sum().sqrt().float()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for values in _alike([gradient for of_kind in gradients.values() for gradient in of_kind]):
+    for values in _group_gradients(chain.from_iterable(gradients.values())):
         scale_all(values, factor.to(values[0].device, values[0].dtype))
     return norm
 
 
 def _sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
     """Return the sum of the squares of all elements, in float64 as far as it is taken over gradients."""
-    parts = [torch.stack(norms_of(values)).to(device, torch.float64) for values in _alike(gradients)]
+    parts = [torch.stack(norms_of(values)).to(device, torch.float64) for values in _group_gradients(gradients)]
     return torch.cat(parts).square().sum() if parts else torch.zeros((), dtype=torch.float64, device=device)
 
 
-def _alike(gradients: list[Tensor]) -> list[list[Tensor]]:
-    """Return gradients that have elements by device and type: one kernel serves all that are alike."""
+def _group_gradients(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Return groups of the gradients that have elements: one kernel serves all of a group."""
     groups: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
         if gradient.numel():
@@ -57,40 +61,39 @@ def _alike(gradients: list[Tensor]) -> list[list[Tensor]]:
 
 def clip_by_value(parameters: Iterable[nn.Parameter], limit: float) -> None:
     """Clamp every element of every gradient to [-limit, limit]; rows that were not looked up stay 0."""
-    for parameter in _with_summed_rows(parameters):
+    for parameter in _learning(parameters):
         _values(parameter).clamp_(-limit, limit)
 
 
-ON_ALL, ON_ONE = "on all ranks", "on one rank"
-
-
-def _kinds(parameters: list[nn.Parameter], sharded: Set[int] | None) -> list[Any]:
+def _placements(parameters: list[nn.Parameter], sharded: Set[int] | None) -> list[Any]:
     """Return the ways in which parameters are placed on the ranks, in the same order on every rank."""
-    placements = dict.fromkeys(_kind(p, None) for p in parameters if isinstance(p, DTensor))
-    return [ON_ALL, *([] if sharded is None else [ON_ONE]), *placements]
+    meshes = dict.fromkeys(_placement(p, None) for p in parameters if isinstance(p, DTensor))
+    # All ranks reduce all of them, also those of which a rank has no gradient, or has no shard.
+    return [ON_ALL, *([] if sharded is None else [ON_ONE]), *meshes]
 
 
-def _kind(parameter: nn.Parameter, sharded: Set[int] | None) -> Any:
+def _placement(parameter: nn.Parameter, sharded: Set[int] | None) -> Any:
     if isinstance(parameter, DTensor):
         return parameter.device_mesh, parameter.placements
     return ON_ONE if sharded is not None and id(parameter) in sharded else ON_ALL
 
 
-def _groups(kind: Any) -> list[Any]:
+def _groups(placement: Any) -> list[Any]:
     """Return the process groups over which the squares of parameters that are placed so must be summed."""
-    if kind in (ON_ALL, ON_ONE):
-        return [dist.group.WORLD] if kind == ON_ONE else []
-    mesh, placements = kind
-    return [mesh.get_group(dim) for dim, placement in enumerate(placements) if isinstance(placement, Shard)]
+    if placement in (ON_ALL, ON_ONE):
+        return [dist.group.WORLD] if placement == ON_ONE else []
+    mesh, kinds = placement
+    return [mesh.get_group(dim) for dim, kind in enumerate(kinds) if isinstance(kind, Shard)]
 
 
-def _with_summed_rows(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+def _learning(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Return the parameters that have a gradient; gradients of several lookups of a row are summed first."""
-    learning = [parameter for parameter in parameters if parameter.grad is not None]
-    for parameter in learning:
-        assert parameter.grad is not None
-        if parameter.grad.is_sparse:
-            parameter.grad = parameter.grad.coalesce()
+    learning = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            learning.append(parameter)
+            if parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
     return learning
 
 
@@ -101,7 +104,3 @@ def _values(parameter: nn.Parameter) -> Tensor:
     if isinstance(gradient, DTensor):
         return gradient.to_local().detach()
     return gradient.values() if gradient.is_sparse else gradient.detach()
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")

@@ -27,7 +27,7 @@ WAY_OUT = (
 )
 LAUNCHER_PID = "LIGHTNING_DISTREC_LAUNCHER_PID"
 """Set by the process that starts ranks, for them: rank 0 of a script, or a notebook."""
-OF_RANKS = ("MASTER_PORT", VARIABLE, LAUNCHER_PID, THREADS)
+RANK_VARIABLES = ("MASTER_PORT", VARIABLE, LAUNCHER_PID, THREADS)
 
 
 def has_no_script(environment: Any, num_ranks: int, num_nodes: int) -> bool:
@@ -119,9 +119,9 @@ def _start_rank(strategy: Any) -> None:
 
 
 @contextmanager
-def variables_as_they_were() -> Iterator[None]:
+def restored_variables() -> Iterator[None]:
     """Put the variables back that are for the ranks; what this process starts later must not inherit them."""
-    earlier = {name: os.environ.get(name) for name in OF_RANKS}
+    earlier = {name: os.environ.get(name) for name in RANK_VARIABLES}
     try:
         yield
     finally:

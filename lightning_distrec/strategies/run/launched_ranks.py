@@ -34,7 +34,7 @@ from lightning_distrec.strategies.run.forked_ranks import (
     fork_ranks,
     forks_ranks,
     is_forked,
-    variables_as_they_were,
+    restored_variables,
 )
 from lightning_distrec.strategies.run.watchdog import start_watchdog, watched
 from lightning_distrec.units import quantity
@@ -88,7 +88,7 @@ def _prepare_and_launch(
         undo.enter_context(upload_folders_too(wait_for_checkpoint))
         if forks_ranks(launcher):
             check_fork(launcher, trainer)
-            undo.enter_context(variables_as_they_were())
+            undo.enter_context(restored_variables())
         starts_ranks = isinstance(environment, LightningEnvironment) and strategy.num_nodes == 1
         if starts_ranks and strategy.num_processes > 1 and not environment.creates_processes_externally:
             os.environ.setdefault(VARIABLE, secrets.token_hex(32))  # passed to the ranks that it starts

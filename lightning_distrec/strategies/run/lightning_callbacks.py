@@ -40,7 +40,7 @@ class WeightCopies(nn.Module):
 
     def __init__(self, module: nn.Module, full_state: FullState, has_tables: bool) -> None:
         super().__init__()
-        self._modules_copied = [module]  # in a list, so that it does not become a child
+        self._source = (module,)  # in a tuple, so that it does not become a child
         self._full_state = full_state
         self._rewriting: Callable[[], AbstractContextManager[None]] = nullcontext
         self._write_back: Callable[[], None] = _nothing
@@ -77,12 +77,12 @@ class WeightCopies(nn.Module):
         local_state = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
         with self._exchanged():
             try:
-                not_there, not_known = self._modules_copied[0].load_state_dict(local_state, strict=False)
+                missing_keys, unexpected_keys = self._source[0].load_state_dict(local_state, strict=False)
             except RuntimeError as error:
                 errors.append(str(error))
                 return
-        missing += [f"{prefix}{key}" for key in not_there]
-        unexpected += [f"{prefix}{key}" for key in not_known]
+        missing += [f"{prefix}{key}" for key in missing_keys]
+        unexpected += [f"{prefix}{key}" for key in unexpected_keys]
 
     @contextmanager
     def _exchanged(self) -> Iterator[None]:
@@ -94,7 +94,7 @@ class WeightCopies(nn.Module):
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        trained = [*self._modules_copied[0].parameters(), *self._of[0].buffers()]
+        trained = [*self._source[0].parameters(), *self._source[0].buffers()]
         with self._rewriting():
             for copy, other in zip([*self.parameters(), *self.buffers()], trained, strict=True):
                 value = copy.detach().clone()
