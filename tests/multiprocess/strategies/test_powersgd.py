@@ -2,18 +2,17 @@
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_distrec import Communication, TunedDDPStrategy
 from lightning_distrec.errors import ConfigError
@@ -64,25 +63,28 @@ def _fit(kind: type[Recording] = Wide, path: str | None = None, **settings: Any)
     return model.losses, {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def _by_hand(bucket_cap_mb: float = SMALL_BUCKETS) -> tuple[list[float], dict[str, Any]]:
-    """The same with torch's own hook and buckets."""
+def _by_hand(start_step: int) -> tuple[list[float], dict[str, Any]]:
+    """The same with torch's own hook, without DDP, and with all gradients in one bucket, in the module's order."""
     pl.seed_everything(5)
     model = Wide()
-    ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
-    state = PowerSGDState(None, 2, 2, orthogonalization_epsilon=1e-8)
-
-    def hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        averaged = powerSGD_hook(state, bucket)
-        averaged.wait()  # see PowerSGD
-        return averaged
-
-    ddp.register_comm_hook(state, hook)
+    state = PowerSGDState(None, 2, orthogonalization_epsilon=1e-8)
+    state.start_powerSGD_iter = start_step
+    parameters = list(model.parameters())
     optimizer = model.configure_optimizers()
     for _ in range(2):
         for inputs, targets in loader(*rank_and_num_ranks()):
             optimizer.zero_grad()
-            loss = nn.functional.mse_loss(ddp(inputs), targets)
+            loss = nn.functional.mse_loss(model(inputs), targets)
             loss.backward()
+            values = torch.cat([parameter.grad.reshape(-1) for parameter in parameters])
+            parts = values.split([parameter.numel() for parameter in parameters])
+            gradients = [part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
+            parts_of_bucket = {"index": 0, "buffer": values, "gradients": gradients, "is_last": True}
+            powerSGD_hook(
+                state, Mock(**{f"{name}.return_value": part for name, part in parts_of_bucket.items()})
+            ).wait()
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
             optimizer.step()
             model.losses.append(float(loss.detach()))
     return model.losses, model.state_dict()
@@ -138,7 +140,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     calls: dict[str, tuple[Any, ...]] = {
         "compressed": (_fit,),
         "equal draws": (_with_equal_draws, _fit),
-        "by hand": (_with_equal_draws, _by_hand),
+        "by hand": (_with_equal_draws, partial(_by_hand, POWERSGD["start_step"])),
         "saved": (_saved, folder),
         "unfreezes": (_fit, UnfreezesWide),
         "accumulated": (_fit_accumulated,),
