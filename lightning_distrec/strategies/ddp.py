@@ -156,18 +156,3 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         run = self.before_training_step()
         with spans.span(spans.FORWARD), run.activations.step():
             return super().training_step(*args, **kwargs)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self.run.evaluation_step():
-            return super().validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self.run.evaluation_step():
-            return super().test_step(*args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self.run.evaluation_step():
-            return super().predict_step(*args, **kwargs)

@@ -156,20 +156,11 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
         with spans.span(spans.FORWARD), run.sharded.step():
             return super().training_step(*args, **kwargs)
 
+    @contextmanager
     @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self.run.evaluation_step(), self.run.sharded.step():
-            return super().validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self.run.evaluation_step(), self.run.sharded.step():
-            return super().test_step(*args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self.run.evaluation_step(), self.run.sharded.step():
-            return super().predict_step(*args, **kwargs)
+    def evaluation_step(self, *args: Any) -> Iterator[None]:
+        with super().evaluation_step(), self.run.sharded.step():
+            yield
 
     @contextmanager
     @override

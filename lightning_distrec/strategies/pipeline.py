@@ -16,7 +16,7 @@ from lightning_distrec import spans
 from lightning_distrec._compat.lightning import set_device_and_mesh
 from lightning_distrec.errors import DistRecError
 from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded
-from lightning_distrec.strategies.run.full_parameters import check_call, rows_of
+from lightning_distrec.strategies.run.checkpoint_hooks import check_call, rows_of
 from lightning_distrec.strategies.run.precision import clip_over_all_ranks
 from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.run.strategy import DistRecStrategy

@@ -223,23 +223,9 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         with spans.span(spans.FORWARD), run.dense.step(), run.prefetching.step(args[0], has_backward), in_step():
             return super().training_step(*args, **kwargs)
 
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self._evaluation_step(args):
-            return super().validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self._evaluation_step(args):
-            return super().test_step(*args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self._evaluation_step(args):
-            return super().predict_step(*args, **kwargs)
-
     @contextmanager
-    def _evaluation_step(self, args: tuple[Any, ...]) -> Iterator[None]:
+    @override
+    def evaluation_step(self, *args: Any) -> Iterator[None]:
         run = self.run
         run.tables.before_evaluation_step()
         with run.evaluation_step(), run.dense.step(), run.prefetching.step(args[0], has_backward=False), in_step():

@@ -2,7 +2,7 @@
 
 import os
 import re
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -10,6 +10,7 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -32,9 +33,8 @@ from lightning_distrec.prefetch.even_batches import UnevenInputs, check_uneven_i
 from lightning_distrec.strategies.checkpoints.checkpoint_io import refuse_checkpoint_io
 from lightning_distrec.strategies.checkpoints.job_fit import JobFit, next_fit, run_name
 from lightning_distrec.strategies.checkpoints.resuming import Resuming
-from lightning_distrec.strategies.run.checkpoint_hooks import CheckpointHooks
+from lightning_distrec.strategies.run.checkpoint_hooks import CheckpointHooks, full_parameter
 from lightning_distrec.strategies.run.forked_ranks import fork_launcher, forks_ranks, has_no_script
-from lightning_distrec.strategies.run.full_parameters import full_parameter
 from lightning_distrec.strategies.run.launched_ranks import check_launch, connect_ranks, launched_of, wrap_launch
 from lightning_distrec.strategies.run.precision import MatmulPrecision, use_matmul_precision
 from lightning_distrec.strategies.run.run import Run, start_session
@@ -144,12 +144,12 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         run, job = run_name(options.run_name), launched.job if launched else ""
         attempt, launcher = (launched.attempt, launched.by) if launched else (0, "")
 
-        def resuming_of(job: str) -> Resuming:
+        def make_resuming(job: str) -> Resuming:
             job_fit = JobFit(trainer.default_root_dir, job, fit, run)
             never, pickles = options.resume == "never", self._checkpoint_options.pickles
             return Resuming(trainer, job_fit, attempt, launcher, never, pickles)
 
-        self.resuming = resuming = resuming_of(job)
+        self.resuming = resuming = make_resuming(job)
         point = launched.point if launched is not None and launched.point.is_hosted else None
 
         def find(ckpt_path: object) -> str | None:
@@ -158,7 +158,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
             self.setup_environment()  # rank 0 decides, so the ranks must have met
             ranks = self.session.consensus
             if not (run or job) and point is not None:
-                self.resuming = resuming_of(ranks.all_gather(name_in_store(point, ranks.rank))[0])
+                self.resuming = make_resuming(ranks.all_gather(name_in_store(point, ranks.rank))[0])
             return (self.resuming or resuming).find(ckpt_path, ranks)
 
         return resume_from(trainer, find)
@@ -235,6 +235,25 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         with spans.span(spans.OPTIMIZER):
             return super().optimizer_step(optimizer, *args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self.evaluation_step(*args):
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self.evaluation_step(*args):
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self.evaluation_step(*args):
+            return super().predict_step(*args, **kwargs)
+
+    def evaluation_step(self, *args: Any) -> AbstractContextManager[None]:
+        """Return what goes around a step of validation, test or prediction. args: of the step. Collective."""
+        return self.run.evaluation_step()
 
     def full_parameter(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
         """Collective. Return a copy of a parameter in full, on the host of every rank, in a run and after it.
