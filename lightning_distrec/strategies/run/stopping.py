@@ -14,6 +14,7 @@ from lightning_distrec.cluster.consensus import CONTINUE, REQUEUE, STOP, Consens
 from lightning_distrec.cluster.environment import SlurmRanks
 from lightning_distrec.cluster.slurm import requeue
 from lightning_distrec.errors import ConfigError
+from lightning_distrec.option_values import check_choice
 from lightning_distrec.strategies.checkpoints.checkpointing import Checkpointing
 from lightning_distrec.strategies.checkpoints.job_fit import JobFit, run_name
 
@@ -44,9 +45,8 @@ class StopOptions:
             raise ConfigError(
                 f"stopping: requeue_signal={self.requeue_signal!r} is no signal of this machine. Use SIGUSR1."
             )
-        for name, allowed in (("on_sigterm", ("stop", "checkpoint")), ("resume", ("auto", "never"))):
-            if (value := getattr(self, name)) not in allowed:
-                raise ConfigError(f"stopping: {name}={value!r} is not known. Use {' or '.join(map(repr, allowed))}.")
+        check_choice("stopping: on_sigterm", self.on_sigterm, ("stop", "checkpoint"))
+        check_choice("stopping: resume", self.resume, ("auto", "never"))
         run_name(self.run_name)
 
     def apply(self, environment: object) -> None:
@@ -107,10 +107,9 @@ class StopHandler:
 
         It does not where a checkpoint is to be saved first: that is done between two training steps.
         """
-        agreed = self._agreed()
-        return agreed == STOP and self._options.on_sigterm == "stop"
+        return self._exchange_requests() == STOP and self._options.on_sigterm == "stop"
 
-    def _agreed(self) -> int:
+    def _exchange_requests(self) -> int:
         """Collective, in each step. Return the request that all ranks know of.
 
         Where the step before had no message that could carry it, one is sent for it here, and read in the next step.
@@ -127,7 +126,7 @@ class StopHandler:
 
     def _leave(self) -> int | None:
         """Collective, between two training steps. Return the exit code to leave with; None: no rank was asked to."""
-        agreed = self._agreed()
+        agreed = self._exchange_requests()
         if agreed == CONTINUE:
             return None
         if agreed == REQUEUE or self._options.on_sigterm == "checkpoint":
@@ -138,17 +137,13 @@ class StopHandler:
         if agreed == STOP:
             return STOPPED
         if self._trainer.is_global_zero:
-            _requeue()
+            if problem := requeue():
+                rank_zero_warn(
+                    f"the job is not requeued: {problem}. All ranks leave with code {TRY_AGAIN}; started again as the "
+                    "same job, it resumes from the checkpoint."
+                )
+            else:
+                rank_zero_info("Requeued.")
         # srun --kill-on-bad-exit ends the other ranks once one ends with a code, so wait until rank 0 has requeued.
         self._consensus.all_reduce_min(0)
         return TRY_AGAIN
-
-
-def _requeue() -> None:
-    if problem := requeue():
-        rank_zero_warn(
-            f"the job is not requeued: {problem}. All ranks leave with code {TRY_AGAIN}; started again as the same "
-            "job, it resumes from the checkpoint."
-        )
-    else:
-        rank_zero_info("Requeued.")
