@@ -75,10 +75,10 @@ class WithLayers(WithTable):
     def __init__(self) -> None:
         super().__init__()
         self.users = nn.Embedding(NUM_USERS, 32)
-        self.more = nn.Sequential(*(nn.Linear(*size) for size in ((32, 1000), (1000, 1000), (1000, 1000), (1000, 16))))
+        self.wide = nn.Sequential(*(nn.Linear(*size) for size in ((32, 1000), (1000, 1000), (1000, 1000), (1000, 16))))
 
     def forward(self, batch: Tensor) -> Tensor:
-        return self.layer(self.more(self.users(batch))).mean(1)
+        return self.layer(self.wide(self.users(batch))).mean(1)
 
 
 class WithBags(Advised):
@@ -97,9 +97,9 @@ class WithBags(Advised):
 
     def forward(self, batch: Tensor) -> Tensor:
         assert self.bags is not None
-        of_features = batch.reshape(-1)[: 3 * 2 * len(batch)]
+        feature_ids = batch.reshape(-1)[: 3 * 2 * len(batch)]
         lengths = torch.full((3 * len(batch),), 2, device=batch.device)
-        features = KeyedJaggedTensor(keys=["a", "b", "c"], values=of_features, lengths=lengths)
+        features = KeyedJaggedTensor(keys=["a", "b", "c"], values=feature_ids, lengths=lengths)
         return self.layer(self.bags(features).values())
 
 

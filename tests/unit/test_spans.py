@@ -26,9 +26,9 @@ from lightning_distrec.spans import (
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A clock that stands still but where the test sets `now`, in seconds."""
-    clock = SimpleNamespace(now=100.0)
-    time = SimpleNamespace(perf_counter=lambda: clock.now, process_time=lambda: clock.now)
+    """A clock that stands still but where the test sets `seconds`."""
+    clock = SimpleNamespace(seconds=100.0)
+    time = SimpleNamespace(perf_counter=lambda: clock.seconds, process_time=lambda: clock.seconds)
     monkeypatch.setattr(spans, "time", time)
     monkeypatch.setattr(steps, "time", time)
     return clock
@@ -45,7 +45,7 @@ def heard() -> Iterator[list[Span]]:
 
 def test_a_span_is_reported_with_its_begin_and_end(clock: SimpleNamespace, heard: list[Span]) -> None:
     with span(FORWARD):
-        clock.now += 2.0
+        clock.seconds += 2.0
     emit(WAIT_DATA, 90.0, 101.0)
     assert heard == [Span(FORWARD, 100.0, 102.0), Span(WAIT_DATA, 90.0, 101.0)]
     assert [s.seconds for s in heard] == [2.0, 11.0]
@@ -130,21 +130,21 @@ def test_every_moment_belongs_to_the_span_that_began_last(seed: int) -> None:
 def test_a_step_reaches_from_the_end_of_the_one_before_and_leaves_pauses_out(clock: SimpleNamespace) -> None:
     steps_of = StepClock()
     steps_of.start()
-    clock.now = 101.0
+    clock.seconds = 101.0
     emit(FORWARD, 100.5, 101.0)
     first = steps_of.end()
-    clock.now = 102.0
+    clock.seconds = 102.0
     steps_of.pause()
     emit(BACKWARD, 101.0, 102.0)
-    clock.now = 110.0
+    clock.seconds = 110.0
     steps_of.resume()
-    clock.now = 110.5
+    clock.seconds = 110.5
     second = steps_of.end()
     steps_of.stop()
     emit(FORWARD, 110.0, 110.5)
-    clock.now = 120.0
+    clock.seconds = 120.0
     steps_of.begin()
-    clock.now = 121.0
+    clock.seconds = 121.0
     assert first == Step(100.0, 101.0, 1.0, [Span(FORWARD, 100.5, 101.0)], 1.0)
     assert second == Step(101.0, 110.5, 1.5, [], 1.5)
     assert steps_of.end() == Step(120.0, 121.0, 1.0, [], 1.0)

@@ -48,16 +48,16 @@ class CountsBytes(pl.Callback):
         states = [v for o in trainer.optimizers for s in o.state.values() for v in s.values() if isinstance(v, Tensor)]
         tables = getattr(trainer.strategy, "run_tables", None)
         compression = getattr(getattr(trainer.strategy, "run", None), "compression", None)
-        of_compression = [] if compression is None else [getattr(compression._state, kept) for kept in KEPT]
+        compression_states = [] if compression is None else [getattr(compression._state, state) for state in KEPT]
         for kernel, _ in tables.shards.kernels if tables else []:
-            states += [v for of_table in kernel.split_optimizer_states() for v in of_table]
+            states += [v for table_states in kernel.split_optimizer_states() for v in table_states]
         self.held = {
             "parameters": _bytes([*parameters, *pl_module.buffers()]),
             "gradients": _bytes(p.grad for p in parameters if p.grad is not None),
             "optimizer state": _bytes(state for state in states if state.dim()),
         }
-        if of_compression:
-            self.held["exchange"] = _bytes(tensor for kept in of_compression for tensor in kept.values())
+        if compression_states:
+            self.held["exchange"] = _bytes(tensor for state in compression_states for tensor in state.values())
 
 
 def _run(kind: str, optimizer: str, strategy: str, options: dict[str, Any]) -> tuple[dict[str, int], dict[str, float]]:
@@ -124,16 +124,16 @@ def _advice(
     kind: str,
     optimizer: str,
     options: dict[str, Any] | None = None,
-    chosen: ChosenOptions | None = None,
+    chosen_options: ChosenOptions | None = None,
     **job: Any,
 ) -> Advice:
     module = KINDS[kind](optimizer)
     batch = batches(0, 1)[0]
     module.configure_model()
     profile = profile_step(module, batch, BATCH, "32-true")
-    wanted = {"num_ranks": NUM_RANKS, "num_nodes": 1, "memory_bytes": 10**9} | job
+    expected = {"num_ranks": NUM_RANKS, "num_nodes": 1, "memory_bytes": 10**9} | job
     settings = TorchRecShardedStrategy(**(options or {})).table_settings
-    return advise(module, Job(**wanted), SETTINGS, "cpu", profile, settings, chosen)
+    return advise(module, Job(**expected), SETTINGS, "cpu", profile, settings, chosen_options)
 
 
 def _row(advice: Advice, strategy: str) -> Estimate:
@@ -152,14 +152,13 @@ def test_a_rank_holds_what_is_estimated(case: str, counted: list[dict[str, Any]]
     kind, optimizer, strategy, _ = CASES[case]
     memory = _row(_advice(kind, optimizer), strategy).memory
     for part in PERSISTENT:
-        held = sum(of_rank[case][0][part] for of_rank in counted) / NUM_RANKS
+        held = sum(rank_results[case][0][part] for rank_results in counted) / NUM_RANKS
         assert memory[part] == pytest.approx(held, rel=0.01, abs=7000), part
 
 
 def _sent(case: str, counted: list[dict[str, Any]]) -> dict[str, float]:
     """Return what the rank that sends the most sends in a step, by kind."""
-    sent: dict[str, float] = max((of_rank[case][1] for of_rank in counted), key=lambda of: sum(of.values()))
-    return sent
+    return max((rank_results[case][1] for rank_results in counted), key=lambda sent: sum(sent.values()))
 
 
 @pytest.mark.parametrize("case", CASES | BY_TABLE)
@@ -171,13 +170,13 @@ def test_a_rank_sends_what_is_estimated(case: str, counted: list[dict[str, Any]]
     )
 
 
-def _check(case: tuple[str, str, str, dict[str, Any]], of_ranks: list[Any]) -> None:
+def _check(case: tuple[str, str, str, dict[str, Any]], per_rank_results: list[Any]) -> None:
     """Check memory within 1 %, and what is sent within 10 %, on the ranks that hold and send the most."""
     kind, optimizer, strategy, options = case
-    row = _row(_advice(kind, optimizer, None, _chosen(strategy, options), num_ranks=len(of_ranks)), strategy)
-    held = max((held for held, _ in of_ranks), key=lambda held: sum(held.values()))
+    row = _row(_advice(kind, optimizer, None, _chosen(strategy, options), num_ranks=len(per_rank_results)), strategy)
+    held = max((held for held, _ in per_rank_results), key=lambda held: sum(held.values()))
     assert {part: row.memory[part] for part in held} == pytest.approx(held, rel=0.01, abs=7000)
-    sent = max((sent for _, sent in of_ranks), key=lambda sent: sum(sent.values()))
+    sent = max((sent for _, sent in per_rank_results), key=lambda sent: sum(sent.values()))
     assert row.sent is not None
     assert row.sent == pytest.approx({kind: sent[kind] for kind in row.sent}, rel=0.1, abs=600)
     assert row.sent_total == pytest.approx(sum(sent.values()) - sent[OTHER], rel=0.1, abs=600)
@@ -185,15 +184,15 @@ def _check(case: tuple[str, str, str, dict[str, Any]], of_ranks: list[Any]) -> N
 
 @pytest.mark.parametrize("case", WITH_OPTIONS)
 def test_options_change_what_a_rank_holds_and_sends(case: str, counted: list[dict[str, Any]]) -> None:
-    _check(WITH_OPTIONS[case], [of_rank[case] for of_rank in counted])
+    _check(WITH_OPTIONS[case], [rank_results[case] for rank_results in counted])
 
 
 @pytest.mark.slow
 def test_options_change_what_four_ranks_hold_and_send() -> None:
-    found = run_each_on_ranks({name: (_run, *case) for name, case in OF_FOUR.items()}, 4)
+    actual = run_each_on_ranks({name: (_run, *case) for name, case in OF_FOUR.items()}, 4)
     for name, case in OF_FOUR.items():
         print(name)
-        _check(case, [of_rank[name] for of_rank in found])
+        _check(case, [rank_results[name] for rank_results in actual])
 
 
 class CountsKept(pl.Callback):
@@ -205,7 +204,8 @@ class CountsKept(pl.Callback):
         self.most = 0
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        own = {p.untyped_storage().data_ptr() for p in pl_module.parameters() if not isinstance(p, AbsentTensor)}
+        parameters = [p for p in pl_module.parameters() if not isinstance(p, AbsentTensor)]
+        parameter_storages = {p.untyped_storage().data_ptr() for p in parameters}
         self.live.clear()
         self.most = 0
         counts = self
@@ -213,15 +213,15 @@ class CountsKept(pl.Callback):
         class Kept:
             def __init__(self, tensor: Tensor) -> None:
                 self.tensor, self.key = tensor, tensor.untyped_storage().data_ptr()
-                counts.live[self.key] += self.key not in own
+                counts.live[self.key] += self.key not in parameter_storages
                 counts.sizes[self.key] = tensor.untyped_storage().nbytes()
                 held = sum(counts.sizes[key] for key, times in counts.live.items() if times)
                 counts.most = max(counts.most, held)
 
             def __del__(self) -> None:
-                counts.live[self.key] -= self.key not in own
+                counts.live[self.key] -= self.key not in parameter_storages
 
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor)
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(Kept, lambda saved: saved.tensor)
         self.hooks.__enter__()
 
     def on_train_batch_end(self, *_: Any) -> None:
@@ -245,11 +245,11 @@ STAGES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 def test_the_fullest_stage_keeps_the_activations_that_are_estimated() -> None:
-    of_ranks = run_each_on_ranks({case: (_kept, options) for case, options in STAGES.items()}, NUM_RANKS)
+    per_rank_results = run_each_on_ranks({case: (_kept, options) for case, options in STAGES.items()}, NUM_RANKS)
     for case, options in STAGES.items():
         advice = _advice("Chained", "AdamW", None, _chosen("pipeline_parallel", options))
         estimated = _row(advice, "pipeline_parallel").memory["activations"]
-        assert estimated == pytest.approx(of_ranks[-1][case], rel=0.1), case  # it has the most weights
+        assert estimated == pytest.approx(per_rank_results[-1][case], rel=0.1), case  # it has the most weights
 
 
 def test_the_fullest_stage_holds_and_sends_what_is_estimated() -> None:

@@ -73,7 +73,7 @@ class Recorded(StageSchedule):
 
     def _gathered(self, device: torch.device) -> list[Work]:
         work = super()._gathered(device)
-        self.seconds = max(each.end for each in work) - min(each.begin for each in work)
+        self.seconds = max(entry.end for entry in work) - min(entry.begin for entry in work)
         return work
 
 
@@ -84,7 +84,7 @@ def _idle(folder: str, options: dict[str, Any]) -> float:
     devices = rank_and_num_ranks()[1]
     trainer = pl.Trainer(strategy=strategy, devices=devices, callbacks=shown, **DEFAULTS)
     trainer.fit(Unequal(), loader(_batches(STEPS)))
-    return min(shown, key=lambda each: each.seconds).bubble
+    return min(shown, key=lambda entry: entry.seconds).bubble
 
 
 OF_TWO: dict[str, dict[str, Any]] = {
@@ -107,10 +107,10 @@ OF_FOUR: dict[str, dict[str, Any]] = {
 def test_ranks_idle_as_long_as_is_estimated(tmp_path, num_ranks: int, cases: dict[str, dict[str, Any]]) -> None:
     module = Unequal()
     profile = profile_step(module, _batches(2)[1], BATCH, "32-true", takes_times=True)
-    found = run_each_on_ranks({case: (_idle, str(tmp_path), options) for case, options in cases.items()}, num_ranks)[0]
+    actual = run_each_on_ranks({case: (_idle, str(tmp_path), options) for case, options in cases.items()}, num_ranks)[0]
     job = Job(num_ranks=num_ranks, num_nodes=1, memory_bytes=10**9)
     for case, options in cases.items():
-        chosen = ChosenOptions(stages=StageOptions(**options))
-        estimates = advise(module, job, SETTINGS, "cpu", profile, options=chosen).estimates
-        estimate = next(each for each in estimates if each.strategy == "pipeline_parallel")
-        assert estimate.idle == pytest.approx(found[case], rel=0.1), case
+        options_of_stages = ChosenOptions(stages=StageOptions(**options))
+        estimates = advise(module, job, SETTINGS, "cpu", profile, options=options_of_stages).estimates
+        estimate = next(entry for entry in estimates if entry.strategy == "pipeline_parallel")
+        assert estimate.idle == pytest.approx(actual[case], rel=0.1), case

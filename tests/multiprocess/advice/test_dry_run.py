@@ -88,14 +88,14 @@ def _config(folder: Path, model: str, data: str, strategy: dict[str, Any], **tra
 def _jobs(folder: Path) -> dict[str, Path]:
     """Return name -> the YAML of a job."""
     planning = {"reserve": "20%", "bandwidths": {"intra_node": "2GB/s", "host_memory": "7GB/s"}}
-    of_rows = {f"rows.of_{name}": {"sharding_types": ["row_wise"]} for name in ("wide", "two")}
+    row_wise = {f"rows.of_{name}": {"sharding_types": ["row_wise"]} for name in ("wide", "two")}
     cuts = {"wide": "table_wise", "long": "row_wise", "both": "column_wise", "two": "row_wise", "last": "table_wise"}
     pooled = {f"bags.{n}": {"sharding_types": [cut], "min_partition": 4} for n, cut in cuts.items()}
-    for options in (of_rows, pooled):
-        for name, said in options.items():
-            said["pooling_factor"] = FEATURES[BAGS[name.split(".")[1].removeprefix("of_")][0][0]][0]
+    for options in (row_wise, pooled):
+        for name, value in options.items():
+            value["pooling_factor"] = FEATURES[BAGS[name.split(".")[1].removeprefix("of_")][0][0]][0]
     even = {
-        "tables": of_rows | pooled,
+        "tables": row_wise | pooled,
         "batch_size_per_rank": EXAMPLES,
         "memory_bytes_per_rank": MEMORY,
         "prefetch": {"depth": 1},
@@ -137,9 +137,9 @@ def fitted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def _dry(file: Path, capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
     capsys.readouterr()
     code = cli.main(["plan", "--config", str(file), "--json", "--quick", *args])
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert code == (0 if found["fits"] else 1)
-    return found
+    actual: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert code == (0 if actual["fits"] else 1)
+    return actual
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -163,14 +163,14 @@ def test_a_plan_with_other_memory_is_another_so_that_the_comparison_can_fail(
 
 def test_bytes_of_a_step_are_those_that_ranks_send(fitted: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     file = fitted["lookups"]
-    told = _dry(file, capsys)["ranks"]["sent_bytes_by_kind"]
+    logged = _dry(file, capsys)["ranks"]["sent_bytes_by_kind"]
     sent = torch.load(file.parent / "run" / "version_0" / "sent.pt")
-    assert told[ROWS][0] == pytest.approx(sent[ROWS], abs=1)
-    assert told[ROW_GRADIENTS][0] == pytest.approx(sent[ROW_GRADIENTS], abs=1)
+    assert logged[ROWS][0] == pytest.approx(sent[ROWS], abs=1)
+    assert logged[ROW_GRADIENTS][0] == pytest.approx(sent[ROW_GRADIENTS], abs=1)
     # One exchange has no weights: that of the rows, both row-wise.
-    assert told[IDS][0] + AGREED + UNUSED == pytest.approx(sent[IDS], abs=1)
+    assert logged[IDS][0] + AGREED + UNUSED == pytest.approx(sent[IDS], abs=1)
     assert DENSE_GRADIENTS in sent
-    assert set(told) == set(TRAFFIC_KINDS)
+    assert set(logged) == set(TRAFFIC_KINDS)
 
 
 def test_a_plan_file_is_looked_at_in_place_of_a_plan(

@@ -37,15 +37,15 @@ class OwnLosses(EvaluatedModel):
 
 def _stopped_early(kind: type) -> dict[str, dict[str, Any]]:
     rank, _ = rank_and_num_ranks()
-    found: dict[str, dict[str, Any]] = {}
+    actual: dict[str, dict[str, Any]] = {}
     for name, trainer_of in BOTH.items():
         model = seeded(kind, *OPTIMIZERS["SGD"])
         stopping = EarlyStopping("val_loss", patience=1, check_on_train_epoch_end=False)
         trainer = trainer_of(max_epochs=30, callbacks=[stopping])
         trainer.fit(model, rank_loader(6, rank), rank_loader(2, rank, first=20))
         epochs = trainer.current_epoch, stopping.stopped_epoch
-        found[name] = {"epochs": epochs, "best": float(stopping.best_score), "state": model.final_state}
-    return found
+        actual[name] = {"epochs": epochs, "best": float(stopping.best_score), "state": model.final_state}
+    return actual
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +56,12 @@ def stopped() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", [EvaluatedModel, OwnLosses])
 def test_all_ranks_stop_early_where_ddp_stops(stopped: list[dict[str, Any]], kind: type) -> None:
-    found = [of_rank[kind.__name__] for of_rank in stopped]
-    for rank in found:
-        assert rank["sharded"]["epochs"] == rank["ddp"]["epochs"] == found[0]["ddp"]["epochs"]
+    actual = [rank_results[kind.__name__] for rank_results in stopped]
+    for rank in actual:
+        assert rank["sharded"]["epochs"] == rank["ddp"]["epochs"] == actual[0]["ddp"]["epochs"]
         assert rank["sharded"]["best"] == pytest.approx(rank["ddp"]["best"], abs=1e-6)
-    assert 1 < found[0]["sharded"]["epochs"][0] < 30
-    assert max(largest_difference(found[0]["sharded"]["state"], found[0]["ddp"]["state"]).values()) <= 1e-6
+    assert 1 < actual[0]["sharded"]["epochs"][0] < 30
+    assert max(largest_difference(actual[0]["sharded"]["state"], actual[0]["ddp"]["state"]).values()) <= 1e-6
 
 
 class Scheduled(ClickModel):
@@ -124,11 +124,11 @@ def _timed() -> tuple[int, float, State]:
 
 
 def test_a_timer_stops_all_ranks_at_the_same_step() -> None:
-    found = run_on_warm_ranks(_timed, 2)
-    assert [steps for steps, _, _ in found] == [3, 3]
-    assert all(0 < seconds < 60 for _, seconds, _ in found[1:])
-    wanted = train_plain(seeded(ClickModel, *OPTIMIZERS["SGD"]), global_batches(3))
-    assert max(largest_difference(found[0][2], wanted).values()) <= 1e-6
+    actual = run_on_warm_ranks(_timed, 2)
+    assert [steps for steps, _, _ in actual] == [3, 3]
+    assert all(0 < seconds < 60 for _, seconds, _ in actual[1:])
+    expected = train_plain(seeded(ClickModel, *OPTIMIZERS["SGD"]), global_batches(3))
+    assert max(largest_difference(actual[0][2], expected).values()) <= 1e-6
 
 
 def _profiled(folder: str) -> dict[str, State]:
@@ -145,11 +145,11 @@ def _profiled(folder: str) -> dict[str, State]:
 
 @pytest.mark.slow
 def test_profilers_report_every_batch_and_change_no_number(tmp_path: Path) -> None:
-    found = run_on_warm_ranks(_profiled, 2, str(tmp_path))[0]
-    for title, state in found.items():
+    actual = run_on_warm_ranks(_profiled, 2, str(tmp_path))[0]
+    for title, state in actual.items():
         name, kind = title.split()
-        wanted = train_plain(seeded(ClickModel, *OPTIMIZERS[name]), global_batches(6))
-        assert max(largest_difference(state, wanted).values()) <= limit_of(name), title
+        expected = train_plain(seeded(ClickModel, *OPTIMIZERS[name]), global_batches(6))
+        assert max(largest_difference(state, expected).values()) <= limit_of(name), title
         for rank in range(2):
             report = (tmp_path / f"fit-{kind}_{name}-{rank}.txt").read_text()
             if kind == "SimpleProfiler":
@@ -200,8 +200,8 @@ class Searched(Sized):
 @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
 def test_the_learning_rate_finder_finds_and_restores_what_it_does_under_ddp(optimizer: str) -> None:
     calls = {strategy: (_search, strategy, optimizer) for strategy in BOTH}
-    for found in run_each_on_ranks(calls, 2):
-        sharded, ddp = found["sharded"], found["ddp"]
+    for actual in run_each_on_ranks(calls, 2):
+        sharded, ddp = actual["sharded"], actual["ddp"]
         assert len(ddp["losses"]) == 42
         assert sharded["losses"] == pytest.approx(ddp["losses"], abs=2e-5)
         assert sharded["tried"]["lr"] == ddp["tried"]["lr"]
@@ -225,7 +225,7 @@ def _tune(optimizer: str) -> str:
 
 
 def test_lightning_refuses_the_batch_size_finder_before_the_first_step() -> None:
-    for said in run_on_warm_ranks(_tune, 2, "SGD"):
-        assert said.startswith(
+    for message in run_on_warm_ranks(_tune, 2, "SGD"):
+        assert message.startswith(
             "MisconfigurationException: The Batch size finder is not supported with distributed strategies"
         )

@@ -116,8 +116,8 @@ def on_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_bytes_of_each_kind_are_those_that_left_the_rank(on_two: dict[str, Any]) -> None:
-    for rank, found in enumerate(on_two["ranks"]):
-        sent = found["logged"]["sent"]
+    for rank, actual in enumerate(on_two["ranks"]):
+        sent = actual["logged"]["sent"]
         assert sent[IDS] == [2, 1][rank] * WORD
         assert sent[ROWS] == sent[ROW_GRADIENTS] == 12 * 10 * 4 / 2
         assert sent[DENSE_GRADIENTS] == 6 * 10 * 4  # 2 (W - 1) / W is 1; what is frozen is not averaged
@@ -126,14 +126,14 @@ def test_bytes_of_each_kind_are_those_that_left_the_rank(on_two: dict[str, Any])
 
 
 def test_dense_gradients_are_sent_once_for_all_accumulated_batches(on_two: dict[str, Any]) -> None:
-    for found in on_two["ranks"]:
-        assert found["accumulated"]["sent"][DENSE_GRADIENTS] == 6 * 10 * 4 / 2
-        assert found["accumulated"]["sent"][ROWS] == found["logged"]["sent"][ROWS]
+    for actual in on_two["ranks"]:
+        assert actual["accumulated"]["sent"][DENSE_GRADIENTS] == 6 * 10 * 4 / 2
+        assert actual["accumulated"]["sent"][ROWS] == actual["logged"]["sent"][ROWS]
 
 
 def test_what_validation_sends_is_not_counted(on_two: dict[str, Any]) -> None:
-    for found in on_two["ranks"]:
-        assert found["validated"]["sent"] == found["logged"]["sent"]
+    for actual in on_two["ranks"]:
+        assert actual["validated"]["sent"] == actual["logged"]["sent"]
 
 
 def test_rank_zero_logs_bytes_per_step(on_two: dict[str, Any]) -> None:
@@ -154,7 +154,7 @@ def test_rank_zero_logs_bytes_per_step(on_two: dict[str, Any]) -> None:
 
 
 def test_samples_per_second_are_those_of_all_ranks(on_two: dict[str, Any]) -> None:
-    first, second = (found["logged"]["speed"] for found in on_two["ranks"])
+    first, second = (actual["logged"]["speed"] for actual in on_two["ranks"])
     seconds = first["throughput/step_ms"] / 1000
     assert first["throughput/samples_per_second"] == pytest.approx(2 * 12 / seconds)
     assert seconds >= 0.02
@@ -162,8 +162,8 @@ def test_samples_per_second_are_those_of_all_ranks(on_two: dict[str, Any]) -> No
 
 
 def test_bytes_across_nodes_follow_local_world_size() -> None:
-    for rank, found in enumerate(run_on_warm_ranks(_fit, 4, "", 1, False, 2)):
-        sent, across = found["sent"], found["across"]
+    for rank, actual in enumerate(run_on_warm_ranks(_fit, 4, "", 1, False, 2)):
+        sent, across = actual["sent"], actual["across"]
         away = [(3 + 4), (3 + 4), (1 + 2), (1 + 2)][rank]
         assert across[IDS] == away * WORD
         assert sent[IDS] == (1 + 2 + 3 + 4 - (rank + 1)) * WORD
@@ -181,9 +181,10 @@ def _sharded(cut: str, strategy: dict[str, Any] | None = None) -> dict[str, Any]
 
     @without_guards  # shards are plain tensors
     def look() -> None:
-        shards = trainer.strategy.run_tables.shards  # type: ignore[attr-defined]
-        held["here"] = sorted(name.rpartition(".")[2] for name, of in shards.shards.items() if of[0].weight.numel())
-        held["updates"] = {update.kind for update in trainer.strategy.run_tables.updates.values()}  # type: ignore[attr-defined]
+        tables = trainer.strategy.run_tables  # type: ignore[attr-defined]
+        local = (name for name, shards in tables.shards.shards.items() if shards[0].weight.numel())
+        held["local"] = sorted(name.rpartition(".")[2] for name in local)
+        held["updates"] = {update.kind for update in tables.updates.values()}
 
     model.on_train_start = look  # type: ignore[method-assign]
     trainer.fit(model, DataLoader([make_batch(rank)] * 3, batch_size=None))
@@ -203,37 +204,37 @@ def sharded() -> list[dict[str, Any]]:
 
 
 def test_rows_of_whole_tables_are_sent_by_the_rank_that_holds_them(sharded: list[dict[str, Any]]) -> None:
-    assert sorted(sharded[0]["table_wise"]["here"] + sharded[1]["table_wise"]["here"]) == sorted(DIMS)
-    for rank, found in enumerate(of_rank["table_wise"] for of_rank in sharded):
-        other = sharded[1 - rank]["table_wise"]["here"]
+    assert sorted(sharded[0]["table_wise"]["local"] + sharded[1]["table_wise"]["local"]) == sorted(DIMS)
+    for rank, actual in enumerate(rank_results["table_wise"] for rank_results in sharded):
+        other = sharded[1 - rank]["table_wise"]["local"]
         columns = {name: len(FEATURES_OF[name]) * DIMS[name] for name in DIMS}
-        assert found["sent"][ROWS] == sum(columns[name] for name in found["here"]) * EXAMPLES * 4
-        assert found["sent"][ROW_GRADIENTS] == sum(columns[name] for name in other) * EXAMPLES * 4
-        assert found["sent"][DENSE_GRADIENTS] == DENSE_BYTES
+        assert actual["sent"][ROWS] == sum(columns[name] for name in actual["local"]) * EXAMPLES * 4
+        assert actual["sent"][ROW_GRADIENTS] == sum(columns[name] for name in other) * EXAMPLES * 4
+        assert actual["sent"][DENSE_GRADIENTS] == DENSE_BYTES
 
 
 def test_ids_are_sent_to_the_rank_that_holds_their_table(sharded: list[dict[str, Any]]) -> None:
-    for rank, found in enumerate(of_rank["table_wise"] for of_rank in sharded):
+    for rank, actual in enumerate(rank_results["table_wise"] for rank_results in sharded):
         lengths = make_batch(rank)["lengths"].view(len(FEATURES), EXAMPLES).sum(1)
-        sent = [f for name in sharded[1 - rank]["table_wise"]["here"] for f in FEATURES_OF[name]]
+        sent = [f for name in sharded[1 - rank]["table_wise"]["local"] for f in FEATURES_OF[name]]
         ids = sum(int(lengths[FEATURES.index(feature)]) for feature in sent)
         numbers = (ids + len(sent) * EXAMPLES) * 4  # of 32 bits
         # Beside ids and lengths: how many of each, and what ranks agree on in the first step.
-        splits = (found["sent"][IDS] - numbers) / WORD
+        splits = (actual["sent"][IDS] - numbers) / WORD
         assert 0 < splits <= 4 + 6 / 3
 
 
 def test_rows_cut_over_all_ranks_are_sent_for_all_examples_of_the_others(sharded: list[dict[str, Any]]) -> None:
     columns = sum(len(FEATURES_OF[name]) * DIMS[name] for name in DIMS)
-    for found in (of_rank["row_wise"] for of_rank in sharded):
-        assert found["sent"][ROWS] == found["sent"][ROW_GRADIENTS] == columns * EXAMPLES * 4
+    for actual in (rank_results["row_wise"] for rank_results in sharded):
+        assert actual["sent"][ROWS] == actual["sent"][ROW_GRADIENTS] == columns * EXAMPLES * 4
 
 
 def test_tables_that_all_ranks_hold_send_no_rows_and_dense_gradients(sharded: list[dict[str, Any]]) -> None:
     elements = 60 * 16 + 37 * 8 + 11 * 8
-    for found in (of_rank["data_parallel"] for of_rank in sharded):
-        assert found["sent"][IDS] == found["sent"][ROWS] == found["sent"][ROW_GRADIENTS] == 0
-        assert found["sent"][DENSE_GRADIENTS] == DENSE_BYTES + elements * 4
+    for actual in (rank_results["data_parallel"] for rank_results in sharded):
+        assert actual["sent"][IDS] == actual["sent"][ROWS] == actual["sent"][ROW_GRADIENTS] == 0
+        assert actual["sent"][DENSE_GRADIENTS] == DENSE_BYTES + elements * 4
 
 
 def test_watching_leaves_updates_inside_of_backward(sharded: list[dict[str, Any]]) -> None:
@@ -262,9 +263,9 @@ def test_what_stages_send_each_other_is_counted() -> None:
         "two": (_staged, {"microbatches": 2}),
         "four": (_staged, {"schedule": "interleaved_1f1b", "stages_per_rank": 2}),
     }
-    for rank, found in enumerate(run_each_on_ranks(calls, 2)):
+    for rank, actual in enumerate(run_each_on_ranks(calls, 2)):
         for case, outputs, gradients, parts in (("two", (1, 0), (0, 1), 2), ("four", (2, 1), (1, 2), 4)):
-            counted = found[case]
+            counted = actual[case]
             assert counted["sent"][STAGE_OUTPUTS] == outputs[rank] * HIDDEN
             assert counted["sent"][STAGE_GRADIENTS] == gradients[rank] * HIDDEN
             assert counted["exchanges"][STAGE_OUTPUTS] == {"calls": parts * sum(outputs) / 2}
@@ -304,12 +305,12 @@ def test_the_table_has_means_and_the_rank_that_sends_most() -> None:
     from rich.console import Console
 
     console = Console(width=120, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    of_ranks = torch.zeros(2, 4, len(KINDS))
-    of_ranks[0, 0, :4], of_ranks[1, 0, :4] = torch.tensor([8.0, 2000, 0, 5]), torch.tensor([8.0, 4000, 0, 5])
-    of_ranks[:, 1] = of_ranks[:, 0] / 2
-    of_ranks[:, 2, (0, 1, 2, -1)] = torch.tensor([1.0, 1, 1, 2])
-    of_ranks[:, 3, (1, -1)] = torch.tensor([0.002, 0.0001])
-    print_table(of_ranks, 1, 7, console)
+    per_step = torch.zeros(2, 4, len(KINDS))
+    per_step[:, 0, :4] = torch.tensor([[8.0, 2000, 0, 5], [8.0, 4000, 0, 5]])
+    per_step[:, 1] = per_step[:, 0] / 2
+    per_step[:, 2, (0, 1, 2, -1)] = torch.tensor([1.0, 1, 1, 2])
+    per_step[:, 3, (1, -1)] = torch.tensor([0.002, 0.0001])
+    print_table(per_step, 1, 7, console)
     lines = [" ".join(line.replace("│", " ").split()) for line in console.export_text().splitlines()]
     assert "Bytes sent per rank and step (2 ranks, 7 steps)" in lines
     assert "ids 8 B 8 B all 4 B counted 1.0" in lines

@@ -41,8 +41,8 @@ def _ranked(ties: str, held: str, max_bytes: int) -> tuple[Tensor, dict[str, flo
     """Rank all queries: the first rank has none of them, the last one most."""
     rank, num_ranks = _join()
     queries, candidates, targets, excluded = drawn(QUERIES, CANDIDATES, 2)
-    mine = slice(3 * (rank - 1), 3 * rank) if rank < num_ranks - 1 else slice(3 * (rank - 1), QUERIES)
-    mine = slice(0, 0) if rank == 0 else mine
+    local_queries = slice(3 * (rank - 1), 3 * rank) if rank < num_ranks - 1 else slice(3 * (rank - 1), QUERIES)
+    local_queries = slice(0, 0) if rank == 0 else local_queries
     columns, ids = slice_of_rank(CANDIDATES), None
     if held == "all":
         columns = slice(None)
@@ -50,9 +50,9 @@ def _ranked(ties: str, held: str, max_bytes: int) -> tuple[Tensor, dict[str, flo
         columns = slice(rank, None, num_ranks)
         ids = torch.arange(CANDIDATES)[columns]
     # Ranks whose queries have nothing to leave out pass a narrower tensor.
-    left_out = excluded[mine][:, : None if rank else 0]
+    left_out = excluded[local_queries][:, : None if rank else 0]
     ranks = target_ranks(
-        queries[mine], targets[mine], candidates[columns], CANDIDATES,
+        queries[local_queries], targets[local_queries], candidates[columns], CANDIDATES,
         ids=ids, excluded=left_out, ties=ties, max_bytes=max_bytes,
     )  # fmt: skip
     metrics = retrieval_metrics(1, 5)
@@ -73,13 +73,13 @@ def _refused() -> dict[str, str]:
         "absent": lambda: target_ranks(queries, targets * 0 + 8 * (rank == 0), candidates[block], 8),
         "twice": lambda: target_ranks(queries, targets * 0, candidates[block], 8, ids=doubled),
     }
-    found = {}
+    actual = {}
     for name, call in calls.items():
         try:
             call()
         except (ConfigError, DataError) as error:
-            found[name] = str(error)
-    return found
+            actual[name] = str(error)
+    return actual
 
 
 def make_task_metrics() -> TaskMetrics:
@@ -100,13 +100,13 @@ def _updated(rank: int, num_ranks: int) -> dict[str, float]:
     preds, labels, users, _ = examples()
     metrics = make_task_metrics()
     for first in range(0, 400, 50):
-        mine = slice(first + rank, first + 50, num_ranks)
-        both = [{"click": of[mine], "purchase": 1 - of[mine]} for of in (preds, labels)]
-        metrics.update(*both, users=users[mine])
-    found = {name: float(value) for name, value in metrics.compute().items()}
+        local = slice(first + rank, first + 50, num_ranks)
+        tasks = [{"click": values[local], "purchase": 1 - values[local]} for values in (preds, labels)]
+        metrics.update(*tasks, users=users[local])
+    actual = {name: float(value) for name, value in metrics.compute().items()}
     gauc = metrics.tasks["click"]["binned"]
     assert isinstance(gauc, GAUC)
-    return {**found, "bound": float(gauc.error_bound())}
+    return {**actual, "bound": float(gauc.error_bound())}
 
 
 def _several_tasks() -> dict[str, float]:
@@ -120,7 +120,7 @@ def _nothing_on_rank_0() -> float:
     if rank == num_ranks - 1:
         metric.update(*examples()[:3])
     else:
-        metric.update(*(each[:0] for each in examples()[:3]))
+        metric.update(*(entry[:0] for entry in examples()[:3]))
         metric.reset()
     return float(metric.compute())
 
@@ -154,7 +154,7 @@ HELD = [("last", "slices", 2**20), ("id", "slices", 700), ("first", "ids", 700),
 
 
 @pytest.fixture(scope="module", params=slow_except([3], [2, 3]))
-def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+def actual(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """What each rank found."""
     calls: dict[str, Any] = {str(case): (_ranked, *case) for case in HELD}
     return run_each_on_ranks(
@@ -170,19 +170,19 @@ def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", HELD, ids=str)
-def test_targets_have_the_ranks_that_one_process_gives_them(found: list[dict[str, Any]], case: Any) -> None:
+def test_targets_have_the_ranks_that_one_process_gives_them(actual: list[dict[str, Any]], case: Any) -> None:
     queries, candidates, targets, excluded = drawn(QUERIES, CANDIDATES, 2)
     truth = target_ranks(queries, targets, candidates, CANDIDATES, excluded=excluded, ties=case[0])
-    assert torch.equal(torch.cat([rank[str(case)][0] for rank in found]), truth)
+    assert torch.equal(torch.cat([rank[str(case)][0] for rank in actual]), truth)
     metrics = retrieval_metrics(1, 5)
     metrics.update(truth)
     means = {name: float(value) for name, value in metrics.compute().items()}
-    for rank in found:
+    for rank in actual:
         assert rank[str(case)][1] == pytest.approx(means, abs=1e-6)
 
 
-def test_what_does_not_fit_on_one_rank_is_an_error_on_every_rank(found: list[dict[str, Any]]) -> None:
-    for rank in found:
+def test_what_does_not_fit_on_one_rank_is_an_error_on_every_rank(actual: list[dict[str, Any]]) -> None:
+    for rank in actual:
         refused = rank["refused"]
         assert "one row for each query" in refused["shape"] or "arguments of rank 1 do not fit" in refused["shape"]
         assert "neither slices of num_candidates=9" in refused["number"]
@@ -191,25 +191,25 @@ def test_what_does_not_fit_on_one_rank_is_an_error_on_every_rank(found: list[dic
         assert "target 0 is a candidate twice" in refused["twice"]
 
 
-def test_a_module_that_validates_on_ranks_logs_what_one_process_logs(found: list[dict[str, Any]]) -> None:
+def test_a_module_that_validates_on_ranks_logs_what_one_process_logs(actual: list[dict[str, Any]]) -> None:
     queries, candidates, targets, _ = drawn(QUERIES, CANDIDATES, 2)
     # Lightning's sampler fills up with the first examples.
-    filled = torch.arange(-(-len(queries) // len(found)) * len(found)) % len(queries)
+    filled = torch.arange(-(-len(queries) // len(actual)) * len(actual)) % len(queries)
     metrics = retrieval_metrics(1, 5, prefix="val/")
     metrics.update(target_ranks(queries[filled], targets[filled], candidates, CANDIDATES))
     truth = {name: float(value) for name, value in metrics.compute().items()}
-    for rank in found:
+    for rank in actual:
         assert rank["validated"] == pytest.approx(truth, abs=1e-6)
 
 
-def test_metrics_of_several_tasks_are_those_of_one_process(found: list[dict[str, Any]]) -> None:
+def test_metrics_of_several_tasks_are_those_of_one_process(actual: list[dict[str, Any]]) -> None:
     truth = _updated(0, 1)
     assert len(truth) == 13
-    for rank in found:
+    for rank in actual:
         assert rank["tasks"] == pytest.approx(truth, abs=1e-6)
 
 
-def test_ranks_without_examples_take_part(found: list[dict[str, Any]]) -> None:
+def test_ranks_without_examples_take_part(actual: list[dict[str, Any]]) -> None:
     metric = GAUC()
     metric.update(*examples()[:3])
-    assert [rank["one"] for rank in found] == pytest.approx([float(metric.compute())] * len(found))
+    assert [rank["one"] for rank in actual] == pytest.approx([float(metric.compute())] * len(actual))

@@ -127,9 +127,9 @@ def test_only_rank_zero_logs(fits: Any) -> None:
 
 def test_the_page_has_the_cost_that_the_planner_has_estimated(fits: Any) -> None:
     folder, ranks = fits
-    said = re.search(r"the slowest, spends ([\d.]+) ms", (folder / "images" / "plan.html").read_text())
-    assert said is not None
-    milliseconds = float(said[1])
+    message = re.search(r"the slowest, spends ([\d.]+) ms", (folder / "images" / "plan.html").read_text())
+    assert message is not None
+    milliseconds = float(message[1])
     assert milliseconds == pytest.approx(ranks[0]["images"]["slowest"], rel=0.1)
     assert ranks[1]["images"]["slowest"] == ranks[0]["images"]["slowest"]
 
@@ -146,8 +146,8 @@ def test_a_trial_run_writes_nothing(fits: Any) -> None:
 
 
 def test_training_is_the_same_with_it(fits: Any) -> None:
-    for found in fits[1]:
-        assert found["csv"]["losses"] == found["images"]["losses"] == found["plain"]
+    for actual in fits[1]:
+        assert actual["csv"]["losses"] == actual["images"]["losses"] == actual["plain"]
 
 
 def test_a_folder_that_cannot_be_written_fails_all_ranks_by_name(tmp_path: Path) -> None:
@@ -155,10 +155,10 @@ def test_a_folder_that_cannot_be_written_fails_all_ranks_by_name(tmp_path: Path)
     begin = time.monotonic()
     with pytest.raises(RankFailed) as failed:
         run_on_warm_ranks(_fit, 2, False, str(tmp_path / "file" / "plan"))
-    said = str(failed.value)
-    assert "--- rank 0 raised" in said
-    assert f"ConfigError: PlanLogger cannot write to '{tmp_path / 'file' / 'plan'}'" in said
-    assert "was not done" not in said
+    message = str(failed.value)
+    assert "--- rank 0 raised" in message
+    assert f"ConfigError: PlanLogger cannot write to '{tmp_path / 'file' / 'plan'}'" in message
+    assert "was not done" not in message
     assert time.monotonic() - begin < 120
 
 
@@ -174,10 +174,10 @@ def _ddp() -> list[str]:
 
 
 def test_a_strategy_without_sharded_tables_is_reported_once() -> None:
-    said = run_on_warm_ranks(_ddp, 2)
-    assert len(said[0]) == 1
-    assert said[0][0].startswith("PlanLogger: no tables are sharded, so there is no plan to write.")
-    assert said[1] == []
+    message = run_on_warm_ranks(_ddp, 2)
+    assert len(message[0]) == 1
+    assert message[0][0].startswith("PlanLogger: no tables are sharded, so there is no plan to write.")
+    assert message[1] == []
 
 
 def test_a_folder_that_is_none_of_this_machine_is_refused() -> None:

@@ -44,18 +44,18 @@ def _fit(folder: str, lost: bool) -> dict[str, Any]:
         warnings.simplefilter("always")
         trainer.fit(seeded(Slow, torch.optim.SGD, {"lr": 0.1}), DataLoader([make_batch(rank)] * STEPS, batch_size=None))
     rank_monitor.WAIT_SECONDS = 60.0
-    return {"summary": monitor.summary, "warned": [str(each.message) for each in caught]}
+    return {"summary": monitor.summary, "warned": [str(entry.message) for entry in caught]}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def actual(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("logs")
     calls = {name: (_fit, str(folder / name), name == "lost") for name in ("all", "lost")}
     return {"folder": folder, "ranks": run_each_on_ranks(calls, 2)}
 
 
-def test_the_slow_rank_is_named_and_the_others_wait(found: dict[str, Any]) -> None:
-    summary = found["ranks"][0]["all"]["summary"]
+def test_the_slow_rank_is_named_and_the_others_wait(actual: dict[str, Any]) -> None:
+    summary = actual["ranks"][0]["all"]["summary"]
     assert summary["slowest_rank"] == 1
     assert summary["stragglers"] == [1]
     first, second = summary["by_rank"]
@@ -63,14 +63,14 @@ def test_the_slow_rank_is_named_and_the_others_wait(found: dict[str, Any]) -> No
     assert first["wait_ms"] > second["wait_ms"]
     assert first["step_ms"] == pytest.approx(second["step_ms"], rel=0.3)
     assert (
-        sum("rank 1 on" in text and "took more time of its own" in text for text in found["ranks"][0]["all"]["warned"])
+        sum("rank 1 on" in text and "took more time of its own" in text for text in actual["ranks"][0]["all"]["warned"])
         == 1
     )
-    assert found["ranks"][1]["all"]["summary"] == {}
+    assert actual["ranks"][1]["all"]["summary"] == {}
 
 
-def test_the_summary_counts_all_ranks_and_is_written_beside_the_logs(found: dict[str, Any]) -> None:
-    summary = found["ranks"][0]["all"]["summary"]
+def test_the_summary_counts_all_ranks_and_is_written_beside_the_logs(actual: dict[str, Any]) -> None:
+    summary = actual["ranks"][0]["all"]["summary"]
     assert summary["ranks"] == 2
     assert summary["steps"] == STEPS
     samples = 2 * STEPS * make_batch(0)["label"].shape[0]
@@ -84,13 +84,13 @@ def test_the_summary_counts_all_ranks_and_is_written_beside_the_logs(found: dict
     for row in summary["by_rank"]:
         assert 0 < row["memory_bytes"]["process"] <= row["memory_bytes"]["process_peak"]
         assert 0 < row["host_cpu_ms"] < 2 * row["step_ms"]
-    written = next(Path(found["folder"], "all").rglob("run_summary.json"))
+    written = next(Path(actual["folder"], "all").rglob("run_summary.json"))
     assert json.loads(written.read_text()) == summary
     assert (written.parent / "metrics.csv").read_text().count("ranks/slowest_rank") == 1
 
 
-def test_a_rank_without_a_record_is_named_and_not_waited_for(found: dict[str, Any]) -> None:
-    assert found["ranks"][0]["lost"]["summary"]["ranks_without_record"] == [1]
+def test_a_rank_without_a_record_is_named_and_not_waited_for(actual: dict[str, Any]) -> None:
+    assert actual["ranks"][0]["lost"]["summary"]["ranks_without_record"] == [1]
 
 
 def test_settings_that_cannot_be_are_refused() -> None:

@@ -42,10 +42,10 @@ def _with_options(kind: str, scaling: dict[str, Any] | None, schedule: tuple[str
     return rates(kind, scaling, *schedule, **options)
 
 
-def check(found: Rates, expected: Rates) -> None:
-    assert len(found) == len(expected)
-    for step, (now, then) in enumerate(zip(found, expected, strict=True)):
-        assert now == pytest.approx(then, abs=1e-12), f"step {step}"
+def check(actual: Rates, expected: Rates) -> None:
+    assert len(actual) == len(expected)
+    for step, (actual_rates, expected_rates) in enumerate(zip(actual, expected, strict=True)):
+        assert actual_rates == pytest.approx(expected_rates, abs=1e-12), f"step {step}"
 
 
 BY_HAND: dict[str, tuple[tuple[Any, ...], Rates]] = {
@@ -99,22 +99,22 @@ def test_the_factor_multiplies_what_every_scheduler_of_torch_sets(interval: str)
         for name, (used, shown) in results.items():
             print(name)
             plain = rates_of_plain_loop(name, interval, EPOCHS)
-            check(used, [[factor(step) * rate for rate in of_step] for step, of_step in enumerate(plain)])
+            check(used, [[factor(step) * rate for rate in step_rates] for step, step_rates in enumerate(plain)])
             if interval == "step" and name != "ReduceLROnPlateau":  # it steps after the groups were looked at
                 check(shown[:-1], plain[1:])
 
 
 def _alone() -> dict[str, tuple[Any, Any]]:
-    found = {}
+    actual = {}
     for name in SCHEDULERS:
         scaled, plain = (fit(CountingRates(name), s) for s in ({"warmup_steps": 5}, None))
-        found[name] = (scaled.used, scaled.shown), (plain.used, plain.shown)
-    return found
+        actual[name] = (scaled.used, scaled.shown), (plain.used, plain.shown)
+    return actual
 
 
 def test_on_one_rank_nothing_changes_by_a_bit() -> None:
-    (found,) = run_on_warm_ranks(_alone, 1)
-    for with_callback, without in found.values():
+    (actual,) = run_on_warm_ranks(_alone, 1)
+    for with_callback, without in actual.values():
         assert with_callback == without
 
 
@@ -175,15 +175,15 @@ def test_tables_have_the_rates_of_a_plain_loop_updated_inside_of_backward_or_not
 
 def _train_tables_twice(folder: str) -> list[dict[str, Any]]:
     """Return the weights of a run that never stopped, and of one that resumes from its first epoch."""
-    found = []
+    actual = []
     for ckpt_path in (None, f"{folder}/epoch=0.ckpt"):
         model = seeded(ScheduledModel, "step")
         saving = ModelCheckpoint(folder, save_top_k=-1, filename="{epoch}", save_on_train_epoch_end=True)
         callbacks = [ScaledLearningRate(warmup_steps=8), *([] if ckpt_path else [saving])]
         trainer = make_trainer(max_epochs=2, callbacks=callbacks, enable_checkpointing=not ckpt_path)
         trainer.fit(model, rank_loader(5, rank_and_num_ranks()[0]), ckpt_path=ckpt_path)
-        found.append(model.final_state)
-    return found
+        actual.append(model.final_state)
+    return actual
 
 
 def test_tables_that_are_resumed_within_the_warm_up_end_as_those_that_never_stopped(tmp_path: Path) -> None:
@@ -220,14 +220,14 @@ def _train_click_model(kind: str, embedding_update: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "embedding_update", "said"),
+    ("kind", "embedding_update", "message"),
     [
         ("ByHand", "fused", "this backward runs outside of optimizer.step.*Set embedding_update='auto'"),
         ("SetsItsRate", "auto", "param group 0 of SGD was set during a step.*in on_train_batch_start"),
     ],
 )
-def test_rates_that_would_not_be_scaled_are_reported(kind: str, embedding_update: str, said: str) -> None:
-    with pytest.raises(RankFailed, match=f"{OptimizerError.__name__}: ScaledLearningRate: .*{said}"):
+def test_rates_that_would_not_be_scaled_are_reported(kind: str, embedding_update: str, message: str) -> None:
+    with pytest.raises(RankFailed, match=f"{OptimizerError.__name__}: ScaledLearningRate: .*{message}"):
         run_on_warm_ranks(_train_click_model, 2, kind, embedding_update)
 
 

@@ -20,9 +20,9 @@ from tests.support.advised_models import Advised, Chained, Wide, WithBags, WithT
 SETTINGS = SimpleNamespace(callbacks=[], accumulate_grad_batches=1, gradient_clip_val=None)
 
 
-def of(module: Any, profile: StepProfile | None = None, settings: Any = SETTINGS, **job: Any) -> Advice:
-    wanted = {"num_ranks": 4, "num_nodes": 1, "memory_bytes": 10**9} | job
-    return advise(module, Job(**wanted), settings, "cpu", profile)
+def advise_on(module: Any, profile: StepProfile | None = None, settings: Any = SETTINGS, **job: Any) -> Advice:
+    settings_of_job = {"num_ranks": 4, "num_nodes": 1, "memory_bytes": 10**9} | job
+    return advise(module, Job(**settings_of_job), settings, "cpu", profile)
 
 
 def row(advice: Advice, strategy: str) -> Estimate:
@@ -30,32 +30,32 @@ def row(advice: Advice, strategy: str) -> Estimate:
 
 
 def test_a_module_that_fits_trains_by_ddp() -> None:
-    advice = of(Wide())
+    advice = advise_on(Wide())
     assert advice.strategy == "ddp_tuned"
     assert advice.reason == "the replicated module needs 49.2 MiB, which is within 80% of a rank's 953.7 MiB"
     assert [row.strategy for row in advice.estimates] == ["ddp_tuned", "fsdp_tuned", "pipeline_parallel"]
 
 
 def test_a_module_that_does_not_fit_is_sharded_by_fsdp() -> None:
-    advice = of(Wide(), memory_bytes=60 * 10**6)
+    advice = advise_on(Wide(), memory_bytes=60 * 10**6)
     assert advice.strategy == "fsdp_tuned"
     assert advice.reason == (
         "the replicated module needs 49.2 MiB, more than 80% of a rank's 57.2 MiB; sharded over 4 ranks it needs 20.9 "
         "MiB"
     )
-    assert of(Wide(), memory_bytes=10**6).reason.endswith("which is too much as well: use more ranks")
+    assert advise_on(Wide(), memory_bytes=10**6).reason.endswith("which is too much as well: use more ranks")
 
 
 def test_tables_that_are_most_of_the_module_are_sharded_by_torchrec() -> None:
     for module in (WithTable(), WithBags()):
-        advice = of(module)
+        advice = advise_on(module)
         assert advice.strategy == "torchrec_sharded"
         assert "table" in advice.reason
     assert advice.reason == (
         "2 tables, including bags.many of 120,000 rows, take 100% of the memory of parameters and optimizer state, "
         "which is sharded over the ranks"
     )
-    assert of(WithTable(), memory_bytes=10**6).reason == (
+    assert advise_on(WithTable(), memory_bytes=10**6).reason == (
         "table users of 120,000 rows takes 100% of the memory of parameters and optimizer state, which is sharded over "
         "the ranks, although a rank needs more than 80% of a rank's 976.6 KiB: use more ranks"
     )
@@ -63,9 +63,9 @@ def test_tables_that_are_most_of_the_module_are_sharded_by_torchrec() -> None:
 
 def test_layers_other_than_tables_are_sharded_where_they_do_not_fit() -> None:
     module = WithTable()
-    module.more = nn.Linear(1000, 1000)
-    assert of(module).strategy == "torchrec_sharded"
-    advice = of(module, memory_bytes=25 * 10**6)
+    module.wide = nn.Linear(1000, 1000)
+    assert advise_on(module).strategy == "torchrec_sharded"
+    advice = advise_on(module, memory_bytes=25 * 10**6)
     assert advice.strategy == "torchrec_sharded with dense: fsdp"
     assert "; with the other layers replicated, a rank needs " in advice.reason
     assert row(advice, "torchrec_sharded").total > 20 * 10**6 >= row(advice, advice.strategy).total
@@ -73,8 +73,8 @@ def test_layers_other_than_tables_are_sharded_where_they_do_not_fit() -> None:
 
 def test_tables_that_are_less_than_half_of_the_module_do_not_decide() -> None:
     module = WithTable()
-    module.more = nn.Linear(2000, 2000)
-    advice = of(module)
+    module.wide = nn.Linear(2000, 2000)
+    advice = advise_on(module)
     assert advice.strategy == "ddp_tuned"
     assert row(advice, "torchrec_sharded").total < row(advice, "ddp_tuned").total
 
@@ -94,9 +94,9 @@ class HasItsOwn(Wide):
 
 
 def test_an_unknown_optimizer_is_assumed_to_be_adam() -> None:
-    advice = of(HasItsOwn())
+    advice = advise_on(HasItsOwn())
     assert "the state of Unheard is unknown: 2 tensors are assumed for each parameter" in advice.notes
-    assert row(advice, "ddp_tuned").memory == row(of(Wide("AdamW")), "ddp_tuned").memory
+    assert row(advice, "ddp_tuned").memory == row(advise_on(Wide("AdamW")), "ddp_tuned").memory
 
 
 class AsksTheTrainer(Advised):
@@ -111,7 +111,7 @@ class AsksTheTrainer(Advised):
 
 
 def test_optimizers_that_need_a_trainer_are_assumed_to_be_adam() -> None:
-    advice = of(AsksTheTrainer())
+    advice = advise_on(AsksTheTrainer())
     assert row(advice, "ddp_tuned").memory["optimizer state"] == 2 * 10100 * 4
     assert any(note.startswith("configure_optimizers failed on a copy of the module") for note in advice.notes)
 
@@ -120,64 +120,66 @@ def test_a_module_that_cannot_be_copied_is_only_looked_at() -> None:
     module = Wide("SGD")
     module.lock = threading.Lock()
     module.configure_optimizers = None  # calling it would fail
-    advice = of(module)
-    assert row(advice, "ddp_tuned").memory == row(of(Wide("AdamW")), "ddp_tuned").memory
+    advice = advise_on(module)
+    assert row(advice, "ddp_tuned").memory == row(advise_on(Wide("AdamW")), "ddp_tuned").memory
     assert advice.notes[0].startswith("the module cannot be copied and configured without a Trainer (TypeError: cannot")
 
 
 def test_tables_may_be_sharded_together_with_other_layers() -> None:
     sizes = measure_module(WithTable(), SETTINGS, "cpu", Conversion())
     job = Job(num_ranks=4, num_nodes=1, memory_bytes=10**9)
-    *_, alone, hybrid = estimate_strategies(sizes, job, StepProfile(batch_size=8))
-    assert (alone.strategy, hybrid.strategy) == ("torchrec_sharded", "torchrec_sharded with dense: fsdp")
+    *_, replicated, hybrid = estimate_strategies(sizes, job, StepProfile(batch_size=8))
+    assert (replicated.strategy, hybrid.strategy) == ("torchrec_sharded", "torchrec_sharded with dense: fsdp")
     layers = 16 * 256 + 256
     tables = (120_000 * 16) // 4
-    assert alone.memory["parameters"] == 4 * (tables + layers)
+    assert replicated.memory["parameters"] == 4 * (tables + layers)
     assert hybrid.memory["parameters"] == 4 * (tables + 16 * 64 + 256)  # a layer of one row cannot be cut in four
-    assert hybrid.sent["rows"] == alone.sent["rows"]
+    assert hybrid.sent["rows"] == replicated.sent["rows"]
 
 
 def test_the_module_is_left_as_it_was() -> None:
     module = WithTable()
-    parameters, before = list(module.parameters()), {k: v.clone() for k, v in module.state_dict().items()}
-    of(module)
-    assert all(now is then for now, then in zip(module.parameters(), parameters, strict=True))
-    assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
+    parameters, initial = list(module.parameters()), {k: v.clone() for k, v in module.state_dict().items()}
+    advise_on(module)
+    assert all(parameter is original for parameter, original in zip(module.parameters(), parameters, strict=True))
+    assert all(torch.equal(value, initial[key]) for key, value in module.state_dict().items())
     bags = WithBags()
-    of(bags)
+    advise_on(bags)
     assert bags.bags is None, "configure_model was called on the module itself"
 
 
 def test_a_module_on_the_meta_device_has_the_same_needs() -> None:
     with torch.device("meta"):
-        there = WithTable()
-    assert of(there).estimates == of(WithTable()).estimates
-    assert "meta device" in profile_step(there, batches(0, 1)[0], 16, "32-true").notes[0]
+        copied = WithTable()
+    assert advise_on(copied).estimates == advise_on(WithTable()).estimates
+    assert "meta device" in profile_step(copied, batches(0, 1)[0], 16, "32-true").notes[0]
 
 
 def test_refusals_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     module = WithTable("SGD")
     module.users.sparse = True
-    advice = of(module)
+    advice = advise_on(module)
     assert row(advice, "fsdp_tuned").refused.startswith("'users' has sparse gradients")
     assert "the sparse gradient of users.weight is left out of memory, and of what ddp_tuned sends" in advice.notes
     print_advice(advice, Console(width=160))
     assert "fsdp_tuned refuses the module: 'users' has sparse gradients" in capsys.readouterr().out
-    advice = of(WithTable("Adafactor"))
+    advice = advise_on(WithTable("Adafactor"))
     assert "Adafactor is not known to give the same numbers on a part" in row(advice, "torchrec_sharded").refused
     assert advice.strategy == "ddp_tuned"
 
 
 def test_a_gradient_that_is_kept_because_of_clipping_counts() -> None:
-    fused = of(WithBags("RowWiseAdagrad"))
-    clipped = of(WithBags("RowWiseAdagrad"), settings=SimpleNamespace(**vars(SETTINGS) | {"gradient_clip_val": 1.0}))
+    fused = advise_on(WithBags("RowWiseAdagrad"))
+    clipped = advise_on(
+        WithBags("RowWiseAdagrad"), settings=SimpleNamespace(**vars(SETTINGS) | {"gradient_clip_val": 1.0})
+    )
     tables = (120_000 * 16 + 110_000 * 8) * 4 / 4
     difference = row(clipped, "torchrec_sharded").total - row(fused, "torchrec_sharded").total
     assert difference == tables
 
 
 def test_half_precision_halves_what_is_kept_and_tables_stay_as_they_are() -> None:
-    half, whole = of(WithTable(), precision="bf16-true"), of(WithTable())
+    half, whole = advise_on(WithTable(), precision="bf16-true"), advise_on(WithTable())
     assert row(half, "ddp_tuned").total == row(whole, "ddp_tuned").total / 2
     tables = 120_000 * 16 * 4 * 4 / 4 + row(whole, "torchrec_sharded").memory["exchange"]
     assert row(half, "torchrec_sharded").total - tables == (row(whole, "torchrec_sharded").total - tables) / 2
@@ -188,10 +190,10 @@ class TwoLayers(Advised):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two = nn.Linear(8, 32), nn.Linear(32, 4)
+        self.first, self.second = nn.Linear(8, 32), nn.Linear(32, 4)
 
     def forward(self, batch: Tensor) -> Tensor:
-        return self.two(self.one(batch).relu())
+        return self.second(self.first(batch).relu())
 
 
 def test_activations_are_what_a_forward_keeps_parameters_aside() -> None:
@@ -199,10 +201,10 @@ def test_activations_are_what_a_forward_keeps_parameters_aside() -> None:
     profile = profile_step(module, torch.ones(10, 8), 10, "32-true")
     assert profile.activation_bytes == 4 * 10 * (8 + 32 + 4)  # the last: what is squared in the loss
     assert all(parameter.grad is None for parameter in module.parameters())
-    memory = row(of(module, profile), "ddp_tuned").memory
+    memory = row(advise_on(module, profile), "ddp_tuned").memory
     assert memory["activations"] == profile.activation_bytes
-    assert "activations" not in row(of(module), "ddp_tuned").memory
-    assert "activations are left out: no batch was run" in of(module).notes
+    assert "activations" not in row(advise_on(module), "ddp_tuned").memory
+    assert "activations are left out: no batch was run" in advise_on(module).notes
 
 
 def test_a_step_that_fails_without_a_trainer_leaves_activations_out_and_gives_the_reason() -> None:
@@ -214,18 +216,18 @@ def test_a_step_that_fails_without_a_trainer_leaves_activations_out_and_gives_th
 
 
 def test_lookups_are_taken_from_the_batch_size_where_no_step_was_run() -> None:
-    advice = of(WithBags(), StepProfile(batch_size=8))
+    advice = advise_on(WithBags(), StepProfile(batch_size=8))
     # The planner gives both tables to one rank, which sends their rows to the three others.
     assert row(advice, "torchrec_sharded").sent["rows"] == 8 * (16 + 16 + 8) * 4 * 3
     assert any(
         note.startswith("8 samples are assumed to look up one id of every feature each") for note in advice.notes
     )
-    assert row(of(WithBags()), "torchrec_sharded").sent is None
+    assert row(advise_on(WithBags()), "torchrec_sharded").sent is None
 
 
 @pytest.mark.parametrize(("memory_bytes", "shown"), [(10**9, "fits"), (55 * 10**6, "tight"), (10**7, "DOES NOT FIT")])
 def test_what_does_not_fit_is_marked(memory_bytes: int, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
-    advice = of(Wide(), memory_bytes=memory_bytes)
+    advice = advise_on(Wide(), memory_bytes=memory_bytes)
     print_advice(advice, Console(width=160))
     lines = capsys.readouterr().out.splitlines()
     assert shown in next(line for line in lines if "ddp_tuned " in line)
@@ -236,14 +238,14 @@ def test_what_does_not_fit_is_marked(memory_bytes: int, shown: str, capsys: pyte
 def test_stages_are_estimated_where_a_chain_is_split() -> None:
     module = Chained()
     profile = profile_step(module, batches(0, 1)[0], 16, "32-true")
-    advice = of(module, profile)
+    advice = advise_on(module, profile)
     stages = row(advice, "pipeline_parallel")
     assert stages.memory["parameters"] == 4 * (512 * 512 + 512)
     assert stages.memory["activations"] < row(advice, "ddp_tuned").memory["activations"]
     # The second of four stages: 384 numbers for each example on, and the gradients of 512 back.
     assert stages.sent == {"stage outputs": 16 * 512 * 4, "stage gradients": 16 * 512 * 4, "dense gradients": 0}
     assert "(gpipe): ranks idle 43% of a step with stages of equal times" in advice.notes[-1]  # 3 / (4 + 3)
-    replicas = of(module, profile, num_ranks=8)
+    replicas = advise_on(module, profile, num_ranks=8)
     assert "4 stages (stages: 4)" in replicas.notes[-1]
     assert row(replicas, "pipeline_parallel").sent["dense gradients"] == stages.memory["parameters"]
 
@@ -262,12 +264,12 @@ def test_a_first_block_may_get_its_input_by_name() -> None:
     sent = []
     for module in (NamedInput(), Chained()):
         profile = profile_step(module, batches(0, 1)[0], 16, "32-true")
-        sent.append(row(of(module, profile), "pipeline_parallel").sent)
+        sent.append(row(advise_on(module, profile), "pipeline_parallel").sent)
     assert sent[0] == sent[1] is not None
 
 
 def test_stages_are_advised_where_only_they_fit() -> None:
-    advice = of(Chained(), memory_bytes=int(1.3 * row(of(Chained()), "pipeline_parallel").total))
+    advice = advise_on(Chained(), memory_bytes=int(1.3 * row(advise_on(Chained()), "pipeline_parallel").total))
     assert advice.strategy == "pipeline_parallel", advice.reason
     assert "; the fullest stage needs " in advice.reason
 
@@ -275,14 +277,14 @@ def test_stages_are_advised_where_only_they_fit() -> None:
 def test_why_there_are_no_stages() -> None:
     module = Wide()
     profile = profile_step(module, batches(0, 1)[0], 16, "32-true")
-    assert "what 'blocks.0' returns" in row(of(module, profile, num_ranks=2), "pipeline_parallel").refused
-    assert "has no chain of blocks" in row(of(WithBags()), "pipeline_parallel").refused
-    assert "cannot be split into 5 stages" in row(of(module, num_ranks=5), "pipeline_parallel").refused
-    assert "use at least 2" in row(of(module, num_ranks=1), "pipeline_parallel").refused
+    assert "what 'blocks.0' returns" in row(advise_on(module, profile, num_ranks=2), "pipeline_parallel").refused
+    assert "has no chain of blocks" in row(advise_on(WithBags()), "pipeline_parallel").refused
+    assert "cannot be split into 5 stages" in row(advise_on(module, num_ranks=5), "pipeline_parallel").refused
+    assert "use at least 2" in row(advise_on(module, num_ranks=1), "pipeline_parallel").refused
 
 
 def test_activations_that_do_not_fit_are_to_be_computed_again() -> None:
-    advice = of(Wide(), StepProfile(batch_size=8, activation_bytes=10**9), num_ranks=5)
+    advice = advise_on(Wide(), StepProfile(batch_size=8, activation_bytes=10**9), num_ranks=5)
     assert "cannot be split into 5 stages" in row(advice, "pipeline_parallel").refused
     assert advice.strategy == "fsdp_tuned"
     assert advice.reason.endswith(

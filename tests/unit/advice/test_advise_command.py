@@ -33,7 +33,7 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
     """Return a function of a model, a data module and arguments that runs the command; exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
 
-    def of(model: str, data: str, *args: str, **trainer: Any) -> tuple[int, str, str]:
+    def run_command(model: str, data: str, *args: str, **trainer: Any) -> tuple[int, str, str]:
         config = {
             "model": {"class_path": f"tests.support.advised_models.{model}"},
             "data": {"class_path": data},
@@ -47,7 +47,7 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
             code = int(leaving.code or 0)
         return (code, *capsys.readouterr())
 
-    return of
+    return run_command
 
 
 def test_it_prints_what_each_strategy_needs_and_why_one_is_chosen(run: Run, tmp_path: Path) -> None:
@@ -65,11 +65,11 @@ def test_it_prints_what_each_strategy_needs_and_why_one_is_chosen(run: Run, tmp_
 
 def test_json_is_for_scripts(run: Run) -> None:
     code, text, _ = run("Wide", IDS, "--devices", "8", "--nodes", "2", "--device-memory", "10MiB", "--json")
-    found = json.loads(text)
+    advice = json.loads(text)
     assert code == 0
-    assert (found["num_ranks"], found["num_nodes"], found["memory_bytes_per_rank"]) == (16, 2, 10 * 2**20)
-    assert found["strategy"] == "fsdp_tuned"
-    assert found["strategies"][0]["memory_bytes"]["activations"] > 0
+    assert (advice["num_ranks"], advice["num_nodes"], advice["memory_bytes_per_rank"]) == (16, 2, 10 * 2**20)
+    assert advice["strategy"] == "fsdp_tuned"
+    assert advice["strategies"][0]["memory_bytes"]["activations"] > 0
 
 
 def test_the_settings_of_the_yaml_count(run: Run) -> None:
@@ -83,30 +83,30 @@ def test_the_settings_of_the_yaml_count(run: Run) -> None:
 
 
 def test_options_of_the_strategy_of_the_yaml_count(run: Run) -> None:
-    def of(strategy: str, kind: str = "", **options: Any) -> dict[str, Any]:
-        given = {"strategy": {"class_path": f"lightning_distrec.{kind}", "init_args": options}} if kind else {}
-        found = json.loads(run("Chained", IDS, "--json", **given)[1])
-        assert (f"options of {kind} are those of the YAML" in found["assumed"]) == bool(kind)
-        return next(each for each in found["strategies"] if each["strategy"] == strategy)
+    def estimate_of(strategy: str, kind: str = "", **options: Any) -> dict[str, Any]:
+        trainer = {"strategy": {"class_path": f"lightning_distrec.{kind}", "init_args": options}} if kind else {}
+        advice = json.loads(run("Chained", IDS, "--json", **trainer)[1])
+        assert (f"options of {kind} are those of the YAML" in advice["assumed"]) == bool(kind)
+        return next(entry for entry in advice["strategies"] if entry["strategy"] == strategy)
 
-    plain = of("ddp_tuned")
-    half = of("ddp_tuned", "TunedDDPStrategy", comm_dtype="bf16")
+    plain = estimate_of("ddp_tuned")
+    half = estimate_of("ddp_tuned", "TunedDDPStrategy", comm_dtype="bf16")
     assert half["sent_bytes_per_step"]["dense gradients"] * 2 == plain["sent_bytes_per_step"]["dense gradients"]
-    squeezed = of("ddp_tuned", "TunedDDPStrategy", powersgd={"matrix_rank": 1})
+    squeezed = estimate_of("ddp_tuned", "TunedDDPStrategy", powersgd={"matrix_rank": 1})
     assert squeezed["sent_bytes_per_step"]["dense gradients"] * 50 < plain["sent_bytes_per_step"]["dense gradients"]
-    again = of("ddp_tuned", "TunedDDPStrategy", activation_checkpointing=["blocks"])
-    assert again["memory_bytes"]["activations"] < plain["memory_bytes"]["activations"]
-    assert again["memory_bytes"]["recomputed"] > 0
-    sharded = of("fsdp_tuned", "TunedFSDPStrategy", param_dtype="bf16", wrap=["blocks"])
-    assert sharded["memory_bytes"]["gathered"] < of("fsdp_tuned")["memory_bytes"]["gathered"]
-    refused = of("fsdp_tuned", "TunedFSDPStrategy", param_dtype="fp16")
+    recomputed = estimate_of("ddp_tuned", "TunedDDPStrategy", activation_checkpointing=["blocks"])
+    assert recomputed["memory_bytes"]["activations"] < plain["memory_bytes"]["activations"]
+    assert recomputed["memory_bytes"]["recomputed"] > 0
+    sharded = estimate_of("fsdp_tuned", "TunedFSDPStrategy", param_dtype="bf16", wrap=["blocks"])
+    assert sharded["memory_bytes"]["gathered"] < estimate_of("fsdp_tuned")["memory_bytes"]["gathered"]
+    refused = estimate_of("fsdp_tuned", "TunedFSDPStrategy", param_dtype="fp16")
     assert "gradients of 16 bits need loss scaling" in refused["refused"]
-    staged = of("pipeline_parallel", "PipelineParallelStrategy", split=["blocks.1"], microbatches=2)
-    assert staged["memory_bytes"]["parameters"] > of("pipeline_parallel")["memory_bytes"]["parameters"]
+    staged = estimate_of("pipeline_parallel", "PipelineParallelStrategy", split=["blocks.1"], microbatches=2)
+    assert staged["memory_bytes"]["parameters"] > estimate_of("pipeline_parallel")["memory_bytes"]["parameters"]
     assert 0 < staged["idle_share"] < 1
-    many = of("pipeline_parallel", "PipelineParallelStrategy", stages=4)
+    many = estimate_of("pipeline_parallel", "PipelineParallelStrategy", stages=4)
     assert "2 ranks cannot be pipelines of 4 ranks each" in many["refused"]
-    unknown = of("pipeline_parallel", "PipelineParallelStrategy", chain="block")
+    unknown = estimate_of("pipeline_parallel", "PipelineParallelStrategy", chain="block")
     assert "did you mean 'blocks'" in unknown["refused"]
 
 
@@ -120,7 +120,7 @@ def test_without_a_batch_activations_are_left_out_with_a_note(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "trainer", "said"),
+    ("args", "trainer", "message"),
     [
         (("--devices", "0"), {}, "--devices 0: must be at least 1."),
         (("--nodes", "-1"), {}, "--nodes -1: must be at least 1."),
@@ -130,13 +130,13 @@ def test_without_a_batch_activations_are_left_out_with_a_note(run: Run) -> None:
     ],
 )
 def test_what_cannot_be_is_reported_in_one_line(
-    run: Run, args: tuple[str, ...], trainer: dict[str, Any], said: str
+    run: Run, args: tuple[str, ...], trainer: dict[str, Any], message: str
 ) -> None:
     code, out, error = run("Wide", IDS, *args, **trainer)
     assert (code, out) == (2, "")
     assert error.startswith("lightning-distrec: ")
     assert error.count("\n") == 1
-    assert said in error
+    assert message in error
 
 
 def test_a_config_is_needed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,15 +17,15 @@ from tests.support.trainers import DEFAULTS
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"rule": "cubic"}, "rule='cubic' is unknown. Use 'linear' or 'sqrt'"),
         ({"base_ranks": 0}, "base_ranks=0 must be at least 1"),
         ({"warmup_steps": -1}, "warmup_steps=-1 must be at least 0"),
     ],
 )
-def test_what_an_argument_cannot_be(arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_an_argument_cannot_be(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         ScaledLearningRate(**arguments)
 
 
@@ -121,6 +121,6 @@ def test_the_loggers_get_the_rate_of_a_step_once_it_was_made(tmp_path: Path) -> 
     module = CountingRates("ExponentialLR", "epoch")
     _fit(module, ScaledLearningRate(base_ranks=2), **options)
     with (Path(logger.log_dir) / "metrics.csv").open(newline="") as rows:
-        told = [row for row in csv.DictReader(rows) if row["scaled_learning_rate/group_0"]]
-    rates = [(int(row["step"]), float(row["scaled_learning_rate/group_0"])) for row in told]
+        logged = [row for row in csv.DictReader(rows) if row["scaled_learning_rate/group_0"]]
+    rates = [(int(row["step"]), float(row["scaled_learning_rate/group_0"])) for row in logged]
     assert rates == [(0, 0.5), (1, 0.5), (2, 0.4), (3, 0.4)]

@@ -78,13 +78,13 @@ class Job(pl.LightningModule):
 @pytest.fixture
 def sleep(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Pass seconds on a clock that else stands still."""
-    clock = SimpleNamespace(now=100.0)
-    time = SimpleNamespace(perf_counter=lambda: clock.now, process_time=lambda: clock.now)
+    clock = SimpleNamespace(seconds=100.0)
+    time = SimpleNamespace(perf_counter=lambda: clock.seconds, process_time=lambda: clock.seconds)
     monkeypatch.setattr(spans, "time", time)
     monkeypatch.setattr(steps, "time", time)
 
     def sleep(seconds: float) -> None:
-        clock.now += seconds
+        clock.seconds += seconds
 
     return sleep
 
@@ -187,7 +187,7 @@ def jagged(samples: int) -> KeyedJaggedTensor:
 
 
 @pytest.mark.parametrize(
-    ("batch", "where", "samples"),
+    ("batch", "path", "samples"),
     [
         (torch.ones(4, 2), None, 4),
         ((torch.ones(4, 2), torch.ones(4)), None, 4),
@@ -200,8 +200,8 @@ def jagged(samples: int) -> KeyedJaggedTensor:
         ("text", None, None),
     ],
 )
-def test_samples_of_a_batch_are_counted(batch: Any, where: str | None, samples: int | None) -> None:
-    assert count_samples(batch, where) == samples
+def test_samples_of_a_batch_are_counted(batch: Any, path: str | None, samples: int | None) -> None:
+    assert count_samples(batch, path) == samples
 
 
 def test_a_batch_that_does_not_tell_its_samples_is_warned_about_once(

@@ -32,14 +32,14 @@ def test_where_nothing_is_too_much_or_all_is_the_search_ends() -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 8, 31, 33, 64, 100])
-@pytest.mark.parametrize("known", [1, 4, 40, 64, 100])
+@pytest.mark.parametrize("start", [1, 4, 40, 64, 100])
 @pytest.mark.parametrize("least", [1, 3, 30])
-def test_the_smallest_number_is_found_exactly(limit: int, known: int, least: int) -> None:
+def test_the_smallest_number_is_found_exactly(limit: int, start: int, least: int) -> None:
     search = EdgeSearch(
-        lambda n: "" if n >= limit else f"{n}", {known: "" if known >= limit else f"{known}"}, 60.0, 0.0
+        lambda n: "" if n >= limit else f"{n}", {start: "" if start >= limit else f"{start}"}, 60.0, 0.0
     )
     edge = search.smallest(least, 100)
-    lowest = max(limit, least) if known < limit else min(known, max(limit, least))
+    lowest = max(limit, least) if start < limit else min(start, max(limit, least))
     assert edge.possible == lowest
     assert edge.impossible is None or edge.impossible < lowest
     assert edge.tries <= 14
