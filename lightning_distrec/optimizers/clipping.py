@@ -37,6 +37,7 @@ def clip_by_norm(
             dist.all_reduce(square, group=group)
         if placement == ON_ONE:
             square /= num_replicas
+    # On the device to the end: reading the norm on the host would wait for the GPU in every step.
     norm = torch.stack(list(squares.values())).sum().sqrt().float()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for values in _group_gradients(chain.from_iterable(gradients.values())):
@@ -46,6 +47,7 @@ def clip_by_norm(
 
 def _sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
     """Return the sum of the squares of all elements, in float64 as far as it is taken over gradients."""
+    # float64: shards are added up in another order than full tables, and the norm must be that of torch.
     parts = [torch.stack(norms_of(values)).to(device, torch.float64) for values in _group_gradients(gradients)]
     return torch.cat(parts).square().sum() if parts else torch.zeros((), dtype=torch.float64, device=device)
 

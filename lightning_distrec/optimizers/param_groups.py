@@ -87,6 +87,7 @@ def _put_back(
     names = {id(shard): name for name, shards in earlier.items() if name in parameters for shard in shards}
     weights = {id(parameter): name for name, parameter in parameters.items()} | names
     lost = [weights[id(p)] for p, state in optimizer.state.items() if id(p) in weights and _has_begun(state)]
+    # SGD alone is exact without what an earlier fit has accumulated.
     if type(optimizer) is not optim.SGD:  # what FBGEMM kept in an earlier fit is in no optimizer's state
         lost += [names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names]
     if lost:
@@ -136,6 +137,7 @@ def rewrite_groups(
     """
     names = {id(parameter): name for name, parameter in parameters.items()}
     for optimizer in optimizers:
+        # Adagrad makes its state when it is constructed, for the unsharded weight: shards get theirs in the same way.
         with_state = {id(p) for p in parameters.values() if optimizer.state.pop(p, None) is not None}
         for group in optimizer.param_groups:
             replaced: list[nn.Parameter] = []

@@ -64,6 +64,7 @@ def zero_with(optimizer: Optimizer, table_optimizers: Sequence[Optimizer]) -> Ca
 
 def before_zero_grad(optimizer: Optimizer, action: Callable[[bool], None]) -> Callable[[], None]:
     """Let `zero_grad` of the optimizer, or of Lightning's wrapper around it, begin with `action`; returns an undo."""
+    # The method as it is now: several such wrappers may lie on one optimizer, and undo takes all of them off.
     zero_grad = optimizer.zero_grad
 
     def with_action(set_to_none: bool = True) -> None:
@@ -114,6 +115,7 @@ def uniform_groups(optimizer: Optimizer) -> Iterator[None]:
 
     def split() -> None:
         nonlocal unsplit_groups, parts
+        # New dicts around the same parameters: state is by parameter, and is not split.
         parts = [_split_by_kind(group) for group in optimizer.param_groups]
         if any(len(group_parts) > 1 for group_parts in parts):
             unsplit_groups, optimizer.param_groups = optimizer.param_groups, list(chain.from_iterable(parts))

@@ -66,6 +66,7 @@ def parse_table_optimizer(option: str, value: Any) -> TableOptimizer:
     scheduler = fields.pop("lr_scheduler", None)
     kind = _find_class(option, fields.pop("class_path"), SHORT_NAMES, "torch.optim", optim.Optimizer, "an optimizer")
     arguments = _read_arguments(option, fields, kind, "params")
+    # Errors of arguments show when the strategy is made, and not after hours in a queue.
     trial = _construct(option, kind, [nn.Parameter(torch.zeros(1, 1))], arguments)
     if scheduler is None:
         return TableOptimizer(kind, arguments)

@@ -158,6 +158,7 @@ def translate(
 
 def frozen(reason: str, param_group: TableParamGroup | None = None) -> TableUpdate:
     """Return the update of a table that nothing updates now; it stays in its param group, in case it is unfrozen."""
+    # Adagrad makes its state, one number for each element, also for parameters that get no gradient.
     keeps_state = param_group is not None and isinstance(param_group.optimizer, optim.Adagrad)
     return TableUpdate("frozen", reason, param_group, bytes_per_element=4.0 if keeps_state else 0.0)
 
@@ -183,6 +184,7 @@ def exact_form(param_group: TableParamGroup) -> tuple[TableUpdate | None, str]:
     if kind is optim.SGD:
         return _fused(param_group, reason, fbgemm_kind), ""
     update = _fused(param_group, reason, fbgemm_kind, eps=float(group["eps"]))
+    # Adagrad fills its sums when it is constructed, so that the group's own value would have no effect in torch.
     start = float(param_group.optimizer.defaults["initial_accumulator_value"])
     if kind is RowWiseAdagrad:
         return replace(update, initial_state=start, needs_full_rows=True, bytes_per_row=4.0), ""
@@ -344,6 +346,7 @@ class LearningRates:
         Every rank checks every group, whether it holds the tables or not, so that all ranks raise alike.
         """
         for name, update, param_group, find_form in self._checks.values():
+            # Every rank checks all groups, also those whose tables it does not hold, so that all ranks raise or none.
             form, obstacle = find_form(param_group)
             changes = obstacle if form is None else _differences(form.arguments, update.arguments)
             if changes:

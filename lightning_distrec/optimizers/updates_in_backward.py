@@ -66,6 +66,7 @@ def gradient_hooks(trainer: Trainer, module: LightningModule) -> list[str]:
     """Return the hooks around gradients and steps that the module or a callback of the user overrides."""
     hooks = [hook for hook in GRADIENT_HOOKS if is_overridden(hook, module)]
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        # Lightning's own callbacks change no gradients, but a LambdaCallback, which is Lightning's, runs the user's code.
         if isinstance(callback, LambdaCallback) or not type(callback).__module__.startswith("lightning."):
             name = type(callback).__name__
             hooks += [
@@ -170,6 +171,7 @@ class ManualWatch:
         return lambda _: self._gradient_arrived(groups, rates)
 
     def _gradient_arrived(self, groups: Mapping[str, TableParamGroup], rates: Mapping[str, float]) -> None:
+        # A backward reaches a table once for each of its lookups: only one of another number is a second backward.
         backward = current_backward()
         for table, group in groups.items():
             steps = self._steps[group.optimizer_index]

@@ -122,6 +122,7 @@ def _broadcast(parameters: list[Tensor], partition: ZeroPartition, rank: int) ->
     parameters_by_rank: dict[int, list[Tensor]] = {}
     for parameter in parameters:
         parameters_by_rank.setdefault(partition.rank_of(parameter), []).append(parameter)
+    # A chunk of every rank in flight: one rank's link alone would bound the time. Same order on all ranks.
     for chunks in zip_longest(*(_chunks(source, parameters_by_rank[source]) for source in sorted(parameters_by_rank))):
         in_flight = []
         for source, chunk in filter(None, chunks):

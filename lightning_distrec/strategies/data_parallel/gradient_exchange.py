@@ -58,6 +58,7 @@ class GradientExchange:
             bucket_cap_mb=self.bucket_cap_mb,
             find_unused_parameters=self.find_unused_parameters,
             static_graph=self.static_graph,
+            # Gradients are views of the buckets: one copy of them fewer in memory and in each step.
             gradient_as_bucket_view=True,
             init_sync=send_weights,
         )

@@ -67,6 +67,7 @@ class LossWeight:
             return float(self._ranks.num_ranks)
         if not self._unequal:
             return 1.0
+        # Whether sizes are unequal came with the lookups' own exchange, so all ranks are here or none is.
         if self._factor is None:
             self._factor = self._share(self._ranks.all_gather(self._unequal)) * self._ranks.num_ranks
         return self._factor

@@ -94,6 +94,7 @@ class PowerSGD:
         self._gradients |= {id(p): g for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)}
         if bucket.is_last():
             self._average()
+        # DDP wants a future for every bucket. Its buffer is filled by `_average` before backward ends, in place.
         averaged: torch.futures.Future[Tensor] = torch.futures.Future()
         averaged.set_result(bucket.buffer())
         return averaged
@@ -123,6 +124,7 @@ class PowerSGD:
         saved: Mapping[str, Any] = rank_state or rank_0_state or {"steps": 0} | {memory: {} for memory in MEMORIES}
         self._state.iter = int(saved["steps"])
         for memory in MEMORIES if rank_state else MEMORIES[:-1]:
+            # The two matrices are the same on all ranks; error feedback is a rank's own and means nothing to another.
             tensors: dict[str, Tensor] = saved[memory]
             matching = {name: tensors[name].to(ps[0]) for name, ps in self._buckets.items() if name in tensors}
             setattr(self._state, memory, matching)

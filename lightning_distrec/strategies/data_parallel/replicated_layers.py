@@ -61,6 +61,7 @@ class BufferBroadcaster:
         for buffer in self.module.buffers():
             buffers_by_dtype.setdefault(buffer.dtype, []).append(buffer)
         for buffers in buffers_by_dtype.values():
+            # One message for each type: many small broadcasts cost more than their bytes.
             values = torch.cat([buffer.reshape(-1) for buffer in buffers])
             dist.broadcast(values, src=0)
             for buffer, value in zip(buffers, values.split([buffer.numel() for buffer in buffers]), strict=True):
@@ -104,6 +105,7 @@ class BroadcastSkipper:
         """Decide whether this step's forward broadcasts; all ranks decide alike."""
         if not self._names or not self._broadcaster.broadcast_buffers and not self._skips:
             return
+        # Flags are agreed over all ranks: a rank alone must not begin or end broadcasts, which are collective.
         if self._skips and self._flags.was_seen:
             self._skips = False
             self._broadcaster.broadcast_buffers = True
@@ -124,6 +126,7 @@ class BroadcastSkipper:
     def _was_written(self) -> bool:
         """Return whether a buffer was written to on this rank; called for each message that the ranks exchange."""
         if self._skips:
+            # Autograd's version counters tell of writes in place without reading a buffer, and ids of new tensors.
             pairs = zip(self._names, self._current_versions(), self._versions, strict=True)
             written = [name for (_, _, name), current, earlier in pairs if current != earlier]
         elif self._flags.was_seen or self._flags.num_unseen < QUIET_STEPS:
@@ -163,6 +166,7 @@ class ReplicaCheck:
     def before_step(self) -> None:
         """Collective at some steps, alike on all ranks. Raise OptimizerError where weights differ between ranks."""
         steps, self._steps = self._steps, self._steps + 1
+        # At powers of two: drift shows early, and a long run pays for few exchanges. Alike on all ranks by the count.
         if self._ranks.num_ranks == 1 or steps == 0 or steps & (steps - 1):
             return
         values = {name: p.detach().double() for name, p in self._replicated() if not isinstance(p, DTensor)}

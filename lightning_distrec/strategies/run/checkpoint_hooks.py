@@ -82,6 +82,8 @@ class CheckpointHooks(DDPStrategy):
         if self._session is None:
             return super().lightning_module_state_dict()
         checkpoints = self.session.checkpoints
+        # Ctrl-C may have reached this rank alone, and what follows is collective: all ranks must be asked first whether
+        # they save too, or this one would wait for them.
         if self.module.trainer.interrupted:
             note_failure()
             checkpoints.require_all_ranks()
@@ -107,6 +109,7 @@ class CheckpointHooks(DDPStrategy):
         self.refuse_during_run("unshard")
         if self._session is None:
             return self.module
+        # Before anything is dropped: collecting the state needs the shards, on every rank.
         state = self.lightning_module_state_dict()
         checkpoints, keeps = self.session.checkpoints, self.is_global_zero or not rank_0_only
         full = checkpoints.full_state(state) if rank_0_only else checkpoints.full_state_everywhere(state)
@@ -128,6 +131,7 @@ class CheckpointHooks(DDPStrategy):
         """Collective. Return an optimizer's state as checkpoints hold it: tables' too, by the parameters' names."""
         if self._session is None:
             return super().optimizer_state(optimizer)
+        # Under manual optimization users pass Lightning's wrapper, whose parameters are the same objects.
         plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return self.session.checkpoints.optimizer_state(plain)
 
@@ -150,6 +154,7 @@ class CheckpointHooks(DDPStrategy):
 
 def check_call(name: str, rows: Rows, parameters: Mapping[str, Any], ranks: Ranks) -> None:
     """Collective. Raise ConfigError on every rank: there is no such parameter, or the ranks ask for different ones."""
+    # Compared before any other exchange: ranks that gather different parameters would wait for one another.
     calls = ranks.all_gather((name, rows))
     if any(call != calls[0] for call in calls):
         raise ConfigError(

@@ -38,6 +38,7 @@ def has_no_script(environment: Any, num_ranks: int, num_nodes: int) -> bool:
     """
     if environment is None or environment.creates_processes_externally:
         return False
+    # `python -` and `python -c` have no file that could be run again, and an interactive session has no script.
     is_notebook = hasattr(sys, "ps1") or bool(sys.flags.interactive)
     if not is_notebook and (num_ranks == 1 or sys.argv[0] not in ("-", "-c", "")):
         return False
@@ -67,6 +68,8 @@ def is_forked(launcher: object) -> bool:
 def fork_ranks(launcher: ForkLauncher, num_ranks: int, launch: Callable[[], Any]) -> Any:
     """Run a function on ranks that are forked; return what it returns on rank 0. Raises RankError: a rank was ended."""
     rank_zero_info(f"No script to run again: {quantity(num_ranks, 'rank')} are forked from this process.")
+    # A forked process has the parent's OpenMP pool without its threads, and would wait for them at the first large
+    # product.
     if not end_threads():
         os.environ[THREADS] = "1"
         rank_zero_warn("This process's OpenMP cannot end its threads before the fork: each rank has one thread.")
@@ -84,6 +87,7 @@ def fork_ranks(launcher: ForkLauncher, num_ranks: int, launch: Callable[[], Any]
 
 def check_fork(launcher: ForkLauncher, trainer: Trainer) -> None:
     """Raise ConfigError: ranks that are forked now would hang or fail, or would train something else."""
+    # Refused before the fork: after it, the ranks would hang, or fail where no message is seen.
     if dist.is_initialized():
         raise ConfigError(
             "ranks cannot be forked from this process: it is a rank itself (it has trained with devices=1, say), and "

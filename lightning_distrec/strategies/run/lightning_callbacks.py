@@ -64,6 +64,7 @@ class WeightCopies(nn.Module):
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Collective. Return the full state, under the names of the module that was copied."""
+        # torch passes `destination` for children, and none for the root, which Lightning calls.
         destination = {} if destination is None else destination
         with self._exchanged():
             state = {key: value.clone() for key, value in self._full_state().items()}

@@ -31,6 +31,7 @@ def start_session(
     module: LightningModule, options: CheckpointOptions, timeout_seconds: float, earlier: Session | None
 ) -> Session:
     """Collective, once the ranks have met. Return the earlier session while its process groups are still there."""
+    # Groups of the process last as long as its default process group, which all Trainers of a program share.
     job = job_consensus(timeout_seconds)
     if earlier is not None and earlier.consensus is job.general:
         return earlier
@@ -66,11 +67,13 @@ class Run:
     @contextmanager
     def evaluation_step(self) -> Iterator[None]:
         """Around a step of validation, test or prediction. Collective: the ranks may agree to stop after it."""
+        # After the step and not before it: all ranks make the exchange, whether they have a request or not.
         yield
         if self.stopping.ends_evaluation():
             mark_stop(self.trainer)
 
     def end(self) -> None:
         """Collective. Wait for a checkpoint that is still being written, and undo what the run has put on."""
+        # Hooks and patches are undone also where the writer of a checkpoint has failed, which is raised after that.
         with self.undo:
             self.session.checkpoints.finish(self.has_failed)

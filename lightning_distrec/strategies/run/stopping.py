@@ -51,6 +51,7 @@ class StopOptions:
 
     def apply(self, environment: object) -> None:
         """Let Lightning handle the signal, which it does under Slurm only; a user's plugin stays as it is."""
+        # Lightning reads both attributes from the environment when it installs its handlers.
         if isinstance(environment, SlurmRanks):
             environment.auto_requeue = self.auto_requeue
             environment.requeue_signal = signal.Signals[self.requeue_signal]
@@ -76,6 +77,7 @@ class StopHandler:
         self._options = options
         self._job = job
         self._flags = step_consensus.flags
+        # The consensus outlives runs: what an earlier run was asked to do must not stop this one.
         self._flags.reset()
         self._message: PendingMin | None = None
         self._num_exchanges = 0
@@ -116,6 +118,7 @@ class StopHandler:
         """
         if self._consensus.num_ranks == 1:
             return self._flags.requested
+        # One step late on purpose: the exchange overlaps with the step, and no step waits for it on the host.
         message, self._message = self._message, None
         if message is not None:
             message.wait()

@@ -276,6 +276,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        # The parent of forked ranks has no process group: nothing below could be exchanged or noted there.
         if forks_ranks(launcher := self.launcher):
             launcher.after_failure()
             return
@@ -295,6 +296,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
 
     @override
     def teardown(self) -> None:
+        # First: a failing teardown is called again by Lightning, and what has been undone must not be undone twice.
         run, self._run = self._run, None
         with leaving(run is not None and run.has_failed):
             try:
