@@ -66,7 +66,7 @@ def gradient_hooks(trainer: Trainer, module: LightningModule) -> list[str]:
     """Return the hooks around gradients and steps that the module or a callback of the user overrides."""
     hooks = [hook for hook in GRADIENT_HOOKS if is_overridden(hook, module)]
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        # Lightning's own callbacks change no gradients, but a LambdaCallback, which is Lightning's, runs the user's code.
+        # Lightning's own callbacks change no gradients, but its LambdaCallback runs the user's code.
         if isinstance(callback, LambdaCallback) or not type(callback).__module__.startswith("lightning."):
             name = type(callback).__name__
             hooks += [

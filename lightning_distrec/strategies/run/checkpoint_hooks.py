@@ -82,7 +82,7 @@ class CheckpointHooks(DDPStrategy):
         if self._session is None:
             return super().lightning_module_state_dict()
         checkpoints = self.session.checkpoints
-        # Ctrl-C may have reached this rank alone, and what follows is collective: all ranks must be asked first whether
+        # The exception may be this rank's alone, and what follows is collective: all ranks must be asked first whether
         # they save too, or this one would wait for them.
         if self.module.trainer.interrupted:
             note_failure()
