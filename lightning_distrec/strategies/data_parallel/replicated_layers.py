@@ -126,7 +126,7 @@ class BroadcastSkipper:
     def _was_written(self) -> bool:
         """Return whether a buffer was written to on this rank; called for each message that the ranks exchange."""
         if self._skips:
-            # Autograd's version counters tell of writes in place without reading a buffer, and ids of new tensors.
+            # Autograd's version counters show writes in place without reading a buffer, and ids show new tensors.
             pairs = zip(self._names, self._current_versions(), self._versions, strict=True)
             written = [name for (_, _, name), current, earlier in pairs if current != earlier]
         elif self._flags.was_seen or self._flags.num_unseen < QUIET_STEPS:
