@@ -67,10 +67,8 @@ class DryJob:
 def make_decisions(dry: DryModule, job: DryJob) -> Decisions:
     """Return what is decided about the tables on these ranks."""
     constraints = constraints_of(dry.selection, dry.updates, job.device, job.layout)
-    for name, data in dry.data.items():
-        has_factor = dry.selection.options[name].pooling_factor is not None
-        factors = None if has_factor else data.ids_per_example
-        constraints[name] = replace(constraints[name], data=data, pooling_factors=factors)
+    if dry.counts is not None:
+        constraints = dry.counts.add_to(constraints, dry.selection.tables)
     if not job.host_bytes:  # estimates take most of the time, and are not needed for kernels that cannot be chosen
         constraints = {name: _on_device(table_constraints) for name, table_constraints in constraints.items()}
     return Decisions(selection=dry.selection, updates=dry.updates, constraints=constraints, optimizers=dry.optimizers)

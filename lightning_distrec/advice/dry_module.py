@@ -1,12 +1,9 @@
 """A module on the meta device: decisions about its tables that need no ranks, and what its batches look up."""
 
-import json
 import os
-from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,13 +13,10 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
-from lightning_distrec.atomic_files import replace_file
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.optimizers.translation import UNKNOWN_TENSORS, TableUpdate
 from lightning_distrec.prefetch.peek import first_batches, loaders_in, why_not
-from lightning_distrec.sharding.planning.id_counts import IdStatistics
-from lightning_distrec.sharding.planning.planned_table import TableData
-from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
+from lightning_distrec.sharding.planning.id_counts import IdCounts
 from lightning_distrec.sharding.tables import tables_on_meta
 from lightning_distrec.strategies.estimates.module_sizes import configured_optimizers, meta_copy
 from lightning_distrec.strategies.tables.decisions import SelectedTables, select_tables, updates_in_fit
@@ -46,8 +40,8 @@ class DryModule:
     settings: TableSettings
     assumed: list[str]
     """Assumptions, for the report."""
-    data: Mapping[str, TableData] = field(default_factory=dict)
-    """What batches look up, by full name of a table, where some were looked at."""
+    counts: IdCounts | None = None
+    """Ids in batches, where some were looked at."""
 
 
 def dry_module(module: LightningModule, trainer: Any, settings: TableSettings, device: torch.device) -> DryModule:
@@ -135,19 +129,21 @@ def locate_error(error: BaseException) -> str:
     return place
 
 
-def count_ids_in_data(module: Any, data: Any, num_batches: int) -> IdStatistics:
-    """Return what the first batches of each training dataloader look up, as one rank would draw them.
+def count_ids_in_data(module: Any, data: Any, num_batches: int) -> tuple[IdCounts, int | None]:
+    """Return the ids in the first batches of each training dataloader, as one rank draws them; and its batch size.
 
     module, data: as the YAML describes them; hooks run as `fit` runs them on one rank. What a module computes of a
     batch is seen where it has `sparse_inputs`. Raises ConfigError: there is no data, or it fails.
     """
-    statistics = IdStatistics()
+    counts, total, batch_size = IdCounts.none(), 0, None
     declare = getattr(module, "sparse_inputs", None)
     try:
         for loader in loaders_in(_loaders(module, data)):
             batches = first_batches(loader, num_batches) if not why_not(loader) else islice(iter(loader), num_batches)
             for batch in batches:
-                statistics.look_at(batch, *([] if declare is None else [declare(batch)]))
+                parts = [batch] if declare is None else [batch, declare(batch)]
+                counts.look_at(*parts)
+                batch_size, total = batch_size or _num_examples(parts), total + 1
     except ConfigError:
         raise
     except Exception as error:
@@ -155,9 +151,18 @@ def count_ids_in_data(module: Any, data: Any, num_batches: int) -> IdStatistics:
             f"--from-data: the data cannot be read ({describe_error(error)}). "
             "It is built as for fit, but without a Trainer; plan without --from-data, or set pooling_factor."
         ) from error
-    if not statistics.num_batches:
+    if not total:
         raise ConfigError("--from-data: the training dataloader has no batch.")
-    return statistics
+    return counts, batch_size
+
+
+def _num_examples(parts: list[Any]) -> int | None:
+    for part in parts:
+        counts = IdCounts.none()
+        counts.look_at(part)
+        for count in (*counts.features.values(), *counts.tensors.values()):
+            return count.examples
+    return None
 
 
 def _loaders(module: Any, data: Any) -> Any:
@@ -174,26 +179,15 @@ MAX_NAMED = 4
 """Number of tables that a message names."""
 
 
-def with_data(dry: DryModule, statistics: IdStatistics) -> DryModule:
-    """Return the module with what batches look up, for estimates; options that are set stay."""
-    lookups = {table.full_name: data for table in dry.selection.tables if (data := statistics.of(table)) is not None}
+def with_counts(dry: DryModule, counts: IdCounts, batch_size: int | None) -> DryModule:
+    """Return the module with ids in batches, for estimates; options that are set stay."""
     settings, assumed = dry.settings, list(dry.assumed)
-    if settings.batch_size_per_rank is None and statistics.examples:
-        settings = replace(settings, batch_size_per_rank=statistics.examples, batch_size_origin="of the first batch")
-    unknown = [table.full_name for table in dry.selection.tables if table.full_name not in lookups]
+    if settings.batch_size_per_rank is None and batch_size:
+        settings = replace(settings, batch_size_per_rank=batch_size, batch_size_origin="of the first batch")
+    unknown = [table.full_name for table in dry.selection.tables if counts.factors(table) is None]
     if unknown:
         assumed.append(
             f"--from-data: no batch holds the features of {shortened(unknown, MAX_NAMED)} by name, nor does what "
             "sparse_inputs(batch) returns"
         )
-    return replace(dry, data=lookups, settings=settings, assumed=assumed)
-
-
-def save_data(path: Path, plan: ShardingPlan) -> None:
-    """Write what batches look up as JSON, by table. Raises OSError: it cannot be written."""
-    tables = {
-        name: asdict(table.data) | {"ids_per_row_of_a_batch": round(table.data.repeats, 4)}
-        for name, table in plan.tables.items()
-        if table.data is not None
-    }
-    replace_file(path, (json.dumps({"batch_size": plan.batch_size, "tables": tables}, indent=1) + "\n").encode())
+    return replace(dry, counts=counts, settings=settings, assumed=assumed)

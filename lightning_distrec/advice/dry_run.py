@@ -9,6 +9,7 @@ from lightning_distrec.advice.dry_module import DryModule
 from lightning_distrec.advice.limits import Edge, find_largest_batch, find_min_nodes
 from lightning_distrec.errors import InfeasiblePlanError
 from lightning_distrec.sharding.planning.bandwidths import bandwidth_request
+from lightning_distrec.sharding.planning.id_counts import IdCounts
 from lightning_distrec.sharding.planning.sharding_plan import Origin, ShardingPlan
 from lightning_distrec.sharding.planning.topology import Reservation
 from lightning_distrec.strategies.tables.plan_of_run import plan_or_follow
@@ -92,10 +93,11 @@ def _assumed(dry: DryModule, job: DryJob, reservation: Reservation) -> list[str]
     request = bandwidth_request(planning.bandwidths, os.environ)
     if missing := [name for name in request.to_measure if name not in job.bandwidths]:
         assumed.append(f"{', '.join(missing)} cannot be measured without ranks: torchrec's defaults are used")
-    if planning.estimate_pooling and not dry.data:
+    if planning.estimate_pooling and dry.counts is None:
         assumed.append("planning.estimate_pooling: no data is read, so ids per example are not counted")
-    options = dry.selection.options.items()
-    unset = [name for name, option in options if option.pooling_factor is None and name not in dry.data]
+    counts, options = dry.counts or IdCounts.none(), dry.selection.options
+    tables = [table for table in dry.selection.tables if options[table.full_name].pooling_factor is None]
+    unset = [table for table in tables if counts.factors(table) is None]
     if unset:
         assumed.append(
             f"one id per example and feature is assumed for {quantity(len(unset), 'table')} without pooling_factor"

@@ -28,7 +28,7 @@ def parser() -> ArgumentParser:
     add("--bandwidth", type=str, action="append", help="Set a bandwidth, such as cross_node=25GB/s; repeat for others.")
     add("--reserve", type=str | None, help="Reserve memory for everything but tables: 15% or 4GB.")
     add("--batch-size", type=int | None, help="Plan for this many samples per rank and step instead of the YAML's.")
-    add("--from-data", type=int | None, help="Plan by the ids, different rows and hot rows of this number of batches.")
+    add("--from-data", type=int | None, help="Plan by the ids and different rows of this number of batches.")
     add("--plan-file", type=str | None, help="Examine this plan.json instead of searching for a plan.")
     add("--html", type=str | None, help="Write the plan as a page to this file.")
     add("--save-plan", type=str | None, help="Write the plan to this file, for planning.plan_file.")

@@ -10,7 +10,7 @@ from jsonargparse import Namespace
 
 from lightning_distrec._compat import hide_upstream_deprecations
 from lightning_distrec.advice.dry_job import DryJob
-from lightning_distrec.advice.dry_module import count_ids_in_data, dry_module, locate_error, save_data, with_data
+from lightning_distrec.advice.dry_module import count_ids_in_data, dry_module, locate_error, with_counts
 from lightning_distrec.advice.dry_run import DryRun, dry_run
 from lightning_distrec.cli.recipe_builder import (
     MetaRecipeBuilder,
@@ -112,7 +112,7 @@ def plan_ahead(given: Namespace) -> DryRun:
     )
     dry = dry_module(built.model, trainer, settings, job.device)
     if given.from_data is not None:
-        dry = with_data(dry, count_ids_in_data(built.model, built.datamodule, given.from_data))
+        dry = with_counts(dry, *count_ids_in_data(built.model, built.datamodule, given.from_data))
     found = dry_run(dry, job, quick=given.quick)
     found = replace(found, assumed=[*of_strategy, *assumed, *found.assumed])
     if found.plan is not None and given.html is not None:
@@ -120,8 +120,6 @@ def plan_ahead(given: Namespace) -> DryRun:
     if found.plan is not None and given.save_plan is not None:
         Path(given.save_plan).absolute().parent.mkdir(parents=True, exist_ok=True)
         save_plan(given.save_plan, found.plan)
-        if given.from_data is not None:
-            save_data(Path(given.save_plan).with_suffix(".data.json"), found.plan)
     return found
 
 

@@ -989,14 +989,6 @@ BREAKAGES = (
         ("unit/strategies/test_batch_size.py",),
     ),
     Breakage(
-        "distinct-rows-of-one-batch",
-        "lightning_distrec/sharding/planning/id_counts.py",
-        r"distinct_per_batch=float\(np\.mean\(\[len\(np\.unique\(batch\)\) for batch in batches\]\)\)",
-        "distinct_per_batch=float(len(rows))",
-        "Different rows of a batch are reported as those of all batches together.",
-        ("unit/cli/test_plan_from_data.py",),
-    ),
-    Breakage(
         "weights-gradients-divided",
         "lightning_distrec/sharding/lookup/weights_exchange.py",
         r"returned if scale == 1 else returned \* scale",

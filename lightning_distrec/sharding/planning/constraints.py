@@ -9,7 +9,6 @@ from torchrec.distributed.types import CacheParams
 
 from lightning_distrec.errors import PlanError
 from lightning_distrec.sharding.node_layout import NodeLayout
-from lightning_distrec.sharding.planning.planned_table import TableData
 from lightning_distrec.sharding.planning.table_options import TableOptions
 from lightning_distrec.sharding.sharders import (
     HOST_KERNELS,
@@ -42,19 +41,12 @@ class TableConstraints:
     """Ids per example of each of its features, if they were counted."""
     distinct_share: float | None = None
     """Different ids over ids of a batch, feature by feature, if they were counted."""
-    data: TableData | None = None
-    """What batches look up in it, if some were looked at."""
     update: str = "fused"
     """The kind of its update, for reports."""
     optimizer: str = ""
     """Class of the optimizer that updates it."""
     update_reason: str = ""
     """Why the update is of that kind, for reports."""
-
-    @property
-    def counted_distinct_share(self) -> float | None:
-        """Different ids over ids of a batch, if they were counted."""
-        return self.distinct_share if self.data is None else 1 / self.data.repeats
 
 
 def default_types(num_nodes: int) -> tuple[str, ...]:

@@ -13,34 +13,6 @@ from lightning_distrec.sharding.sharders import HOST_KERNELS
 from lightning_distrec.sharding.tables import Table
 
 
-@dataclass(frozen=True, kw_only=True)
-class TableData:
-    """Counted in some batches of one rank."""
-
-    num_batches: int
-    ids_per_example: tuple[float, ...]
-    """Of each feature."""
-    ids_per_batch: float
-    distinct_per_batch: float
-    """Different rows that a batch looks up, in the mean."""
-    distinct: int
-    """Different rows in all of the batches together."""
-    rows_for_half: int
-    """Fewest rows that take half of all ids."""
-    hottest_share: float
-    """Share of all ids that are of the row looked up most often."""
-
-    @property
-    def repeats(self) -> float:
-        """How often a batch looks up each of its rows: what fetching each row once would spare."""
-        return self.ids_per_batch / max(1.0, self.distinct_per_batch)
-
-    @property
-    def distinct_share(self) -> float:
-        """Different rows over ids, of all batches together."""
-        return self.distinct / max(1.0, self.ids_per_batch * self.num_batches)
-
-
 class PlannedShard(NamedTuple):
     """A rectangle of a table on a rank. A named tuple: a plan for a thousand ranks has a million of them."""
 
@@ -93,8 +65,6 @@ class PlannedTable:
     """(S,): estimated time of a step that updates each shard; None where that was not estimated."""
     milliseconds: NDArray[np.float64] | None = field(default=None, compare=False)
     """(S,): estimated time of a step that is spent on each shard; None where that was not estimated."""
-    data: TableData | None = None
-    """What batches look up in it; None where none were looked at."""
     update_reason: str = ""
     """Why the update is of that kind."""
     update_bytes_per_element: float = 0.0

@@ -124,7 +124,6 @@ def _described(
             optimizer=wanted.optimizer,
             update_milliseconds=option.milliseconds_by_part[option.which, TIME_PARTS.index("update")],
             milliseconds=option.milliseconds,
-            data=wanted.data,
             update_reason=wanted.update_reason,
             update_bytes_per_element=wanted.bytes_per_element,
             update_bytes_per_row=wanted.bytes_per_row,
@@ -132,7 +131,7 @@ def _described(
         for number, table in enumerate(tables)
         for wanted, option in [(constraints[table.full_name], found.option_of(number))]
         for numbers in [[batch_size * factor for factor in by_name[table.name].pooling_factors]]
-        for ids in [BatchIds.of(numbers, table.config.num_embeddings, wanted.counted_distinct_share)]
+        for ids in [BatchIds.of(numbers, table.config.num_embeddings, wanted.distinct_share)]
     }
     return replace(plan, tables=described, batch_size=batch_size)
 

@@ -99,7 +99,6 @@ def page(plan: ShardingPlan, pictures: dict[str, bytes] | None = None) -> str:
         _ranks(plan),
         "<h2>Tables</h2>",
         _tables(plan),
-        *(["<h2>What batches look up</h2>", _lookups(plan)] if any(t.data for t in plan.tables.values()) else []),
         *(["<h2>Where the numbers come from</h2>", _origins(plan.origins)] if plan.origins else []),
     ]
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
@@ -204,31 +203,6 @@ def _row(table: PlannedTable) -> list[str]:
         table.update,
         _on_ranks(sorted(set(table.ranks.tolist()))),
     ]
-
-
-def _lookups(plan: ShardingPlan) -> str:
-    """Return what batches look up in each table, those with most ids first."""
-    known = [(table, table.data) for table in plan.tables.values() if table.data is not None]
-    known.sort(key=lambda pair: -pair[1].ids_per_batch)
-    headings = ["table", "ids per batch", "different rows", "ids per row", "half of all ids", "hottest row"]
-    rows = [
-        [
-            table.name,
-            f"{data.ids_per_batch:,.0f}",
-            f"{data.distinct_per_batch:,.0f}",
-            f"{data.repeats:.2f}",
-            f"{data.rows_for_half:,} of {table.num_rows:,} rows",
-            f"{data.hottest_share:.1%}",
-        ]
-        for table, data in known[:MAX_ROWS]
-    ]
-    number = known[0][1].num_batches
-    note = (
-        f"Counted in {number} batch{'es' if number > 1 else ''} of one rank. "
-        "Ids per row: what fetching each row of a batch once would spare. "
-        "Half of all ids: the fewest rows that take them, which a cache would hold."
-    )
-    return f'{_html_table(headings, rows, numbers_from=1)}\n<p class="note">{escape(note)}</p>'
 
 
 def _on_ranks(ranks: list[int]) -> str:

@@ -226,7 +226,7 @@ def _as_estimated(
     # torchrec estimates each block of rows as if all of the table's ids went there.
     blocks = len({row for row, _ in offsets}) if option.sharding_type != "data_parallel" else 1
     learns, links = constraints.update != "frozen", Links.of(topology)
-    exchanges = exchange_milliseconds(option, wanted, learns, links, constraints.counted_distinct_share)
+    exchanges = exchange_milliseconds(option, wanted, learns, links, constraints.distinct_share)
     updates = _updates(option, blocks, topology, constraints)
     parts = []
     for shard, (ids, rows, gradients), update in zip(option.shards, exchanges, updates, strict=True):
@@ -266,7 +266,7 @@ def _updates(
     ids = option.batch_size * ranks * sum(option.input_lengths) / blocks
     sizes = [(shard.size[0], shard.size[1]) for shard in option.shards]
     per_element, per_row = constraints.bytes_per_element, constraints.bytes_per_row
-    distinct = 1.0 if constraints.data is None else constraints.data.distinct_share
+    distinct = 1.0 if constraints.distinct_share is None else constraints.distinct_share
     return update_milliseconds(constraints.update, sizes, ids, per_element, per_row, on_gpu, speed, distinct)
 
 

@@ -291,9 +291,8 @@ def replica_bytes(
         ids = batch_size * layout.num_ranks * sum(table.pooling_factors) * sync_interval
         for rank, rows, columns in zip(table.ranks, table.shard_rows, table.shard_columns, strict=True):
             here = ids * rows / table.num_rows
-            distinct = 1.0 if table.data is None else table.data.distinct_share
-            touched = min(touched_rows(rows, here), here * distinct)
-            of_all = min(touched_rows(rows, here * replicas), here * replicas * distinct)
+            touched = min(touched_rows(rows, here), here * table.distinct_share)
+            of_all = min(touched_rows(rows, here * replicas), here * replicas * table.distinct_share)
             row_bytes = FLOAT_BYTES * columns
             if sync_interval == 1:
                 sparse = gathered * touched * (ROW_ID_BYTES + row_bytes)

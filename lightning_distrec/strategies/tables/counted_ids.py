@@ -1,7 +1,6 @@
 """Counts ids per example in the first training batches before tables are planned, and leaves all state unchanged."""
 
 from contextlib import closing
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,29 +20,23 @@ MAX_NAMED = 4
 """Number of tables that the message names."""
 
 
-def with_counted_ids(run: SetUpInputs, decisions: Decisions) -> dict[str, TableConstraints]:
+def with_counted_ids(inputs: SetUpInputs, decisions: Decisions) -> dict[str, TableConstraints]:
     """Collective. Return the tables' constraints by full name, with ids per example counted in batches of all ranks.
 
-    Counts in `planning.estimate_pooling` batches of each training dataloader on each rank. A pooling_factor that was
-    given stays. A message names what cannot be counted; those tables are planned without counts.
+    Counts in `planning.estimate_pooling` batches of each training dataloader on each rank. A pooling_factor that the
+    user set stays. A message names what cannot be counted; those tables are planned without counts.
     """
     counts, total, notes = IdCounts.none(), 0, []
-    num_batches = run.settings.planning.estimate_pooling
-    mine = _count(run.trainer, run.module, num_batches, run.device) if num_batches else (IdCounts.none(), 0, [])
-    for rank, (theirs, batches, of_rank) in enumerate(run.consensus.all_gather(mine)):
-        counts.add(theirs)
+    num_batches = inputs.settings.planning.estimate_pooling
+    local = _count(inputs.trainer, inputs.module, num_batches, inputs.device) if num_batches else (counts, 0, [])
+    for rank, (rank_counts, batches, rank_notes) in enumerate(inputs.consensus.all_gather(local)):
+        counts.add(rank_counts)
         total += batches
-        notes += [f"rank {rank}: {note}" for note in of_rank]
-    constraints = decisions.constraints
-    wanted = [table for table in decisions.tables if constraints[table.full_name].options.pooling_factor is None]
-    found = {table.full_name: counts.factors_of(table) for table in wanted}
+        notes += [f"rank {rank}: {note}" for note in rank_notes]
     if total or notes:
-        _report(wanted, found, total, run.consensus.num_ranks, notes)
-    shares = {table.full_name: counts.distinct_share_of(table) for table in decisions.tables}
-    return {
-        name: replace(of_table, pooling_factors=found.get(name), distinct_share=shares[name])
-        for name, of_table in constraints.items()
-    }
+        unset = [t for t in decisions.tables if decisions.constraints[t.full_name].options.pooling_factor is None]
+        _report(unset, counts, total, inputs.consensus.num_ranks, notes)
+    return counts.add_to(decisions.constraints, decisions.tables)
 
 
 def _count(
@@ -68,15 +61,18 @@ def _count(
     return counts, total, notes
 
 
-def _report(
-    tables: list[Table], found: dict[str, tuple[float, ...] | None], total: int, num_ranks: int, notes: list[str]
-) -> None:
-    known = [table for table in tables if found[table.full_name] is not None]
-    unknown = [table.full_name for table in tables if found[table.full_name] is None]
+def _report(tables: list[Table], counts: IdCounts, total: int, num_ranks: int, notes: list[str]) -> None:
+    texts, unknown = [], []
+    for table in tables:
+        factors = counts.factors(table)
+        if factors is None:
+            unknown.append(table.full_name)
+        else:
+            texts.append(_in_words(table, factors))
     lines = []
-    if known:
-        named = "; ".join(_in_words(table, found[table.full_name]) for table in known[:MAX_NAMED])
-        lines.append(f"ids per example, counted in {total} batches of {num_ranks} ranks: {named}{_more(known)}")
+    if texts:
+        text = f"{'; '.join(texts[:MAX_NAMED])}{_more(texts)}"
+        lines.append(f"ids per example, counted in {total} batches of {num_ranks} ranks: {text}")
     if unknown:
         lines.append(
             f"ids per example of {', '.join(unknown[:MAX_NAMED])}{_more(unknown)} are not known: no batch holds their "
@@ -87,11 +83,11 @@ def _report(
     rank_zero_info(f"torchrec_sharded: estimate_pooling: {'. '.join(lines)}.")
 
 
-def _in_words(table: Table, factors: Any) -> str:
+def _in_words(table: Table, factors: tuple[float, ...]) -> str:
     if table.plain is not None:
         return f"{table.full_name} {factors[0]:.2f}"
-    of_features = zip(table.config.feature_names, factors, strict=True)
-    return f"{table.full_name} {', '.join(f'{feature} {factor:.2f}' for feature, factor in of_features)}"
+    features = zip(table.config.feature_names, factors, strict=True)
+    return f"{table.full_name} {', '.join(f'{feature} {factor:.2f}' for feature, factor in features)}"
 
 
 def _more(names: list[Any]) -> str:

@@ -100,23 +100,7 @@ def test_a_plan_follows_what_its_batches_look_up(
     assert found["planned_with"][0] == ["examples per rank", str(BATCH), "of the first batch"]
     assert any("no batch holds the features of bags.unseen by name" in line for line in found["assumed"])
     assert any("one id per example and feature is assumed for 1 table without" in line for line in found["assumed"])
-    saved = json.loads(Path("plan.data.json").read_text())
-    assert saved["batch_size"] == BATCH
-    assert set(saved["tables"]) == {"bags.many", "bags.few"}
-    many = saved["tables"]["bags.many"]
-    ids = [[i for bag in drawn(number)["a"] for i in bag] for number in range(3)]
-    assert many["ids_per_example"] == [4.0]
-    assert many["ids_per_batch"] == np.mean([len(of) for of in ids])
-    assert many["distinct_per_batch"] == pytest.approx(np.mean([len(set(of)) for of in ids]))
-    assert many["distinct"] == len({i for of in ids for i in of})
-    every = [i for of in ids for i in of]
-    assert many["hottest_share"] == every.count(7) / len(every)
-    few = saved["tables"]["bags.few"]
-    assert (few["rows_for_half"], few["hottest_share"], few["distinct"]) == (1, 1.0, 1)
-    html = Path("plan.html").read_text()
-    assert "What batches look up" in html
-    assert "1 of 5,000 rows" in html
-    assert "tables by rank" in html
+    assert "ids per example" in Path("plan.html").read_text()
 
 
 def test_data_is_read_only_where_that_is_asked_for_and_a_failure_is_told(

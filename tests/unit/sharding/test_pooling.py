@@ -74,13 +74,13 @@ def test_a_table_gets_a_factor_for_each_feature_over_all_batches_of_all_ranks() 
     root.ebc = EmbeddingBagCollection(tables=bag_configs())
     wide, narrow, shared = find_tables(root).tables
     counts = counted(keyed(a=[2, 2], b=[1, 0], c=[0, 0]))
-    assert counts.factors_of(wide) == (2.0, 0.5)
+    assert counts.factors(wide) == (2.0, 0.5)
     counts.add(counted(keyed(a=[5], b=[4], d=[1])))
-    assert counts.factors_of(wide) == (9 / 3, 5 / 3)
-    assert counts.factors_of(narrow) == (MIN_FACTOR,)
-    assert counts.factors_of(shared) == (5 / 3, 1.0)
-    assert counted(keyed(b=[1])).factors_of(wide) is None, "a is not known"
-    assert counted(keyed(a=[], b=[])).factors_of(wide) is None, "nobody has an example"
+    assert counts.factors(wide) == (9 / 3, 5 / 3)
+    assert counts.factors(narrow) == (MIN_FACTOR,)
+    assert counts.factors(shared) == (5 / 3, 1.0)
+    assert counted(keyed(b=[1])).factors(wide) is None, "a is not known"
+    assert counted(keyed(a=[], b=[])).factors(wide) is None, "nobody has an example"
 
 
 def test_a_plain_embedding_takes_the_shape_of_the_tensor_that_is_called_as_it_is() -> None:
@@ -88,10 +88,10 @@ def test_a_plain_embedding_takes_the_shape_of_the_tensor_that_is_called_as_it_is
     root.tower = nn.Module()
     root.tower.item = nn.Embedding(10, 8)
     (table,) = find_tables(root, Conversion("all")).tables
-    assert counted({"item": torch.zeros(4, 6, dtype=torch.int32)}).factors_of(table) == (6.0,)
-    assert counted({"tower.item": torch.zeros(4).long(), "item": torch.zeros(4, 6).long()}).factors_of(table) == (1.0,)
-    assert counted({"item": torch.zeros(4, 6)}).factors_of(table) is None, "not ids"
-    assert counted({"items": torch.zeros(4, 6).long()}, torch.tensor(3)).factors_of(table) is None
+    assert counted({"item": torch.zeros(4, 6, dtype=torch.int32)}).factors(table) == (6.0,)
+    assert counted({"tower.item": torch.zeros(4).long(), "item": torch.zeros(4, 6).long()}).factors(table) == (1.0,)
+    assert counted({"item": torch.zeros(4, 6)}).factors(table) is None, "not ids"
+    assert counted({"items": torch.zeros(4, 6).long()}, torch.tensor(3)).factors(table) is None
 
 
 def test_a_number_of_batches_below_zero_is_refused() -> None:
