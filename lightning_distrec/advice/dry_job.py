@@ -60,8 +60,8 @@ class DryJob:
     @property
     def layout(self) -> NodeLayout:
         """Which of the ranks that shard the tables among them share a node. Raises ConfigError: see sharding_groups."""
-        all_ranks = NodeLayout.of_nodes(*[self.ranks_on_node] * self.num_nodes)
-        return all_ranks.of_group(checked_size(self.groups, self.num_ranks))
+        all_ranks = NodeLayout.from_node_sizes(*[self.ranks_on_node] * self.num_nodes)
+        return all_ranks.group_layout(checked_size(self.groups, self.num_ranks))
 
 
 def make_decisions(dry: DryModule, job: DryJob) -> Decisions:

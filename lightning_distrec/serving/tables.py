@@ -53,7 +53,7 @@ def find_rows(module: nn.Module, state: Mapping[str, Any]) -> None:
     if not any(key.endswith((".ids_made_for", "._output_segments_tensor")) for key in state):
         return
     from lightning_distrec.sharding.mapping.state import (
-        find_rows_by,
+        attach_mapping,
         finds_rows,
         lookups_with_mappings,
         mch_modules_of,
@@ -64,15 +64,15 @@ def find_rows(module: nn.Module, state: Mapping[str, Any]) -> None:
         share_rows_of_buckets(mch, materialized(segments))
     for lookup, lookup_state in lookups_with_mappings(module, state):
         if not finds_rows(lookup):
-            find_rows_by(lookup, {name: materialized(value) for name, value in lookup_state.items()})
+            attach_mapping(lookup, {name: materialized(value) for name, value in lookup_state.items()})
 
 
 def _find_rows_too(new: nn.Module, original: nn.Module) -> None:
     """Let what reads quantized rows take the ids that `original` takes."""
     if hasattr(original, "ids_made_for"):
-        from lightning_distrec.sharding.mapping.state import find_rows_by, mapping_state_of
+        from lightning_distrec.sharding.mapping.state import attach_mapping, mapping_state_of
 
-        find_rows_by(new, mapping_state_of(original))
+        attach_mapping(new, mapping_state_of(original))
 
 
 class _Quantized(nn.Module):

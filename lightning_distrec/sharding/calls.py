@@ -62,13 +62,13 @@ def check_batch(
     extremes = (numbers.pop(0), numbers.pop(0)) if smallest_and_largest else NO_IDS
     if shortest < 0:
         raise IdsError(
-            f"{call} has a bag of {shortest} ids{_of_bag(features, lengths)}. Lengths must be 0 or more, and offsets "
+            f"{call} has a bag of {shortest} ids{_bag_text(features, lengths)}. Lengths must be 0 or more, and offsets "
             "must never fall."
         )
     if longest > values.numel() or sum(numbers) != values.numel():  # a sum of huge lengths may have overflowed
         raise IdsError(
             f"{call} has {values.numel()} ids, but its lengths add up to {sum(numbers)}"
-            f"{_by_feature(features.keys(), numbers)}. Each id must belong to one bag."
+            f"{_list_counts(features.keys(), numbers)}. Each id must belong to one bag."
         )
     if bags and not keep_length_per_key(features, numbers):
         raise IdsError(f"{call} was made with a length_per_key that its lengths do not add up to, {numbers}.")
@@ -128,20 +128,20 @@ def _check_number_of_lengths(call: str, features: KeyedJaggedTensor, number: int
     bags = features.stride_per_key() if variable else [features.stride()] * len(keys)
     if len(bags) != len(keys) or number != sum(bags) or min(bags, default=0) < 0:
         raise IdsError(
-            f"{call} has {number} lengths, but {sum(bags)} are needed{_by_feature(keys, bags)}. Give every feature one "
-            "length for each example, 0 for an empty bag."
+            f"{call} has {number} lengths, but {sum(bags)} are needed{_list_counts(keys, bags)}. Give every feature "
+            "one length for each example, 0 for an empty bag."
         )
     return None
 
 
-def _by_feature(keys: list[str], numbers: list[int]) -> str:
+def _list_counts(keys: list[str], numbers: list[int]) -> str:
     if len(keys) < 2 or len(keys) != len(numbers):
         return ""
     shown = ", ".join(f"'{key}': {number}" for key, number in list(zip(keys, numbers, strict=True))[:_SHOWN])
     return f" ({shown}{', ...' if len(keys) > _SHOWN else ''})"
 
 
-def _of_bag(features: KeyedJaggedTensor, lengths: Tensor) -> str:
+def _bag_text(features: KeyedJaggedTensor, lengths: Tensor) -> str:
     first = int((lengths < 0).nonzero()[0])
     for key, bags in zip(features.keys(), features.stride_per_key(), strict=True):
         if first < bags:

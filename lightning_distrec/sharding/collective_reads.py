@@ -1,7 +1,6 @@
 """What is read of a sharded table over all ranks: sums, norms and the L2 term in a step, and gathered full weights."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,30 +10,19 @@ from torch.autograd.function import once_differentiable
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 
 from lightning_distrec.errors import ShardingError
-from lightning_distrec.sharding.shard_access import GuardedTable, ShardPlace, without_guard, write_back
+from lightning_distrec.sharding.shard_access import GuardedTable, ShardPlace, SharedState, without_guard, write_back
 
 SUMS = frozenset({"sum", "mean", "norm", "vector_norm", "linalg_vector_norm", "linalg_norm", "frobenius_norm"})
 INPUTS, ORDERS = ("input", "self", "x"), ("p", "ord")
 Rectangle = tuple[int, int, int, int]
 """First row, first column, number of rows, number of columns."""
-_steps: list[bool] = []
-
-
-@contextmanager
-def in_step() -> Iterator[None]:
-    """All ranks run the user's step inside of the context, so that what it sums may be summed over them."""
-    _steps.append(True)
-    try:
-        yield
-    finally:
-        _steps.pop()
 
 
 def is_sum_in_step(place: ShardPlace, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether this is a sum or norm over all elements that every rank computes now."""
     options = {key for key, value in kwargs.items() if value not in (None, False)} - {*INPUTS, *ORDERS, "dtype"}
     is_single_weight = place.table.has_single_shards and place.kind == "weight"
-    return bool(_steps) and is_single_weight and not options and len(args) <= 2
+    return place.table.state.in_step and is_single_weight and not options and len(args) <= 2
 
 
 def sum_over_ranks(name: str, args: Any, kwargs: dict[str, Any]) -> Tensor:
@@ -66,13 +54,13 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, table: GuardedTable) -> Tensor:
         ctx.shape, ctx.table = values.shape, table
         total = values.sum(dtype=torch.float64)
-        dist.all_reduce(total, group=table.group)
+        dist.all_reduce(total, group=table.state.group)
         return total.to(values.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         # Ranks with unequal batches weight their losses, and the mean of all weights is 1; a shard has one rank's term.
-        return (gradient / ctx.table.loss_weight()).expand(ctx.shape), None
+        return (gradient / ctx.table.state.loss_weight).expand(ctx.shape), None
 
 
 class Gathering:
@@ -81,17 +69,10 @@ class Gathering:
     shape: rows and columns of the table. rectangles: rank -> its shards with rows, in order.
     """
 
-    _generation = 0
-
-    def __init__(self, shape: tuple[int, int], rectangles: list[list[Rectangle]]) -> None:
-        self.shape, self.rectangles = shape, rectangles
+    def __init__(self, shape: tuple[int, int], rectangles: list[list[Rectangle]], state: SharedState) -> None:
+        self.shape, self.rectangles, self.state = shape, rectangles, state
         self.num_elements = max(sum(rows * columns for *_, rows, columns in shards) for shards in rectangles)
         self._last: tuple[Any, Tensor] | None = None
-
-    @classmethod
-    def forget_all(cls) -> None:
-        """Weights may have changed: gather them again when they are read next."""
-        cls._generation += 1
 
     def full(self, values: Any) -> Tensor:
         """Collective, but for a second read in a step. Return the full table of which `values` is a shard.
@@ -100,7 +81,7 @@ class Gathering:
         """
         table: GuardedTable = values.place.table
         is_weight = any(values is weight for weight in table.weights)
-        key = (self._generation, torch.is_grad_enabled())
+        key = (self.state.num_changes, torch.is_grad_enabled())
         if is_weight and self._last is not None and self._last[0] == key:
             return self._last[1]
         with without_guard():
@@ -109,7 +90,7 @@ class Gathering:
             weights = sorted(table.weights, key=lambda weight: (weight.place.row, weight.place.column))
             full: Tensor = _Gather.apply(self, *(weights if is_weight else [values.as_subclass(Tensor)]))
         # All ranks begin and end steps together, so that they agree about what is gathered once more.
-        self._last = (key, full) if is_weight and _steps else None
+        self._last = (key, full) if is_weight and self.state.in_step else None
         return full
 
 
@@ -133,8 +114,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        Gathering.forget_all()  # the graph is freed; a second backward in the step needs another
         gathering, num_ranks = ctx.gathering, len(ctx.gathering.rectangles)
+        gathering.state.num_changes += 1  # the graph is freed; a second backward in the step needs another
         gradients = gradient.new_zeros(num_ranks * gathering.num_elements, dtype=ctx.dtype)
         for values, rectangles in zip(gradients.chunk(num_ranks), gathering.rectangles, strict=True):
             for index, shard in _shards(values, rectangles):
@@ -194,14 +175,14 @@ class _SumOfSquares(torch.autograd.Function):
         ctx.save_for_backward(*weights)
         norms = [torch.linalg.vector_norm(weight, dtype=torch.float64) for weight in weights]
         total = torch.stack(norms).square().sum()
-        dist.all_reduce(total, group=table.group)
+        dist.all_reduce(total, group=table.state.group)
         return total.float()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         # Ranks with unequal batches weight their losses, and the mean of all weights is 1; a shard has one rank's term.
-        factor = 2.0 * gradient / ctx.table.loss_weight()
+        factor = 2.0 * gradient / ctx.table.state.loss_weight
         weights: tuple[Tensor, ...] = ctx.saved_tensors
         needed = ctx.needs_input_grad[1:]
         return None, *[

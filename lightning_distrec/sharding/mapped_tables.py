@@ -24,7 +24,7 @@ from lightning_distrec.sharding.mapping.spec import MchSpec
 from lightning_distrec.sharding.mapping.state import (
     AnyMapping,
     ShardedCollisions,
-    find_rows_by,
+    attach_mapping,
     lookups_with_mappings,
     restore_mch,
 )
@@ -59,7 +59,7 @@ def hold_mappings(result: ShardedTables, earlier: ShardedTables | None) -> None:
     for path, proxy in result.proxies.items():
         tables = [table for table in result.tables_of(path) if table.mapping is not None]
         proxy.mappings = {
-            table.key.removeprefix(f"{path}.").removesuffix("weight"): result.mappings[table.full_name]
+            table.original_key.removesuffix("weight"): result.mappings[table.full_name]
             for table in tables
             if table.collisions is None
         }
@@ -88,7 +88,7 @@ def unshard_mappings(tables: ShardedTables, full: Mapping[str, Tensor]) -> None:
         state = {f"m.{key.removeprefix(path)[1:]}": value for key, value in full.items() if key.startswith(f"{path}.")}
         root.m = original
         for lookup, lookup_state in lookups_with_mappings(root, state):
-            find_rows_by(lookup, lookup_state)
+            attach_mapping(lookup, lookup_state)
 
 
 def _begin(mapping: AnyMapping, table: Table) -> None:

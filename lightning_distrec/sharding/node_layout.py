@@ -17,7 +17,7 @@ class NodeLayout:
     """How many groups of ranks like these there are, each with a replica of the tables."""
 
     @classmethod
-    def of_nodes(cls, *ranks_by_node: int) -> "NodeLayout":
+    def from_node_sizes(cls, *ranks_by_node: int) -> "NodeLayout":
         """Return a layout of nodes with these numbers of ranks, in order."""
         return cls(tuple(node for node, number in enumerate(ranks_by_node) for _ in range(number)))
 
@@ -45,7 +45,7 @@ class NodeLayout:
             in_blocks += [in_blocks[-1] + 1 if in_blocks else 0] * local_size
         return cls(tuple(in_blocks))
 
-    def of_group(self, size: int) -> "NodeLayout":
+    def group_layout(self, size: int) -> "NodeLayout":
         """Return the layout of each group of `size` consecutive ranks. Raises ConfigError: they have unequal ones."""
         groups = [self.node_of_rank[first : first + size] for first in range(0, self.num_ranks, size)]
         numbered = {tuple(list(dict.fromkeys(nodes)).index(node) for node in nodes) for nodes in groups}
@@ -81,7 +81,7 @@ class NodeLayout:
     @property
     def alike(self) -> bool:
         """Whether nodes are as torchrec expects: equal numbers of ranks, numbered consecutively."""
-        return self == NodeLayout.of_nodes(*self.ranks_by_node) and len(set(self.ranks_by_node)) == 1
+        return self == NodeLayout.from_node_sizes(*self.ranks_by_node) and len(set(self.ranks_by_node)) == 1
 
     @property
     def ranks_per_node(self) -> int:

@@ -5,6 +5,7 @@ unsharded, and leaves that are this rank's shards. torchrec's sharded modules, w
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
@@ -68,22 +69,6 @@ class ShardedProxy(HoldsMappings):
     """That of torchrec's module."""
     load: Callable[[str, Tensor], str]
     """Loads a table, by its name in the state_dict of torchrec's module; returns what is wrong, or ""."""
-
-    def replace(
-        self, original: nn.Module, path: str, sharded: ShardedModule, keys: dict[str, str], load: Callable[..., str]
-    ) -> None:
-        """Initialize the proxy of `original`."""
-        # Not the constructor of its class, which would build a table. Attributes are copied past nn.Module's
-        # __setattr__, since the user's own may be anything; nn.Module's registries (parameters, children) are not.
-        nn.Module.__init__(self)
-        registries = set(vars(self))
-        self.__dict__.update({name: value for name, value in vars(original).items() if name not in registries})
-        self.training = original.training
-        share_hooks(original, self)
-        # Only the bound method of torchrec's module is kept: the module itself would become a child, and its
-        # parameters would be found by optimizers and DDP.
-        self.path, self.keys, self.load, self.sharded_state_dict = path, keys, load, sharded.state_dict
-        self.prefetched, self.mappings = None, {}
 
     def features(self, *args: Any) -> Any:
         """Return the KeyedJaggedTensor that a call with these arguments looks up."""
@@ -251,43 +236,61 @@ def _kind_of(original: type[nn.Module]) -> type[ShardedProxy]:
     return type(original.__name__, (kind, original), {"__module__": original.__module__})
 
 
+@dataclass(frozen=True)
+class ProxyWeight:
+    """What a proxy has in the place of one weight."""
+
+    table: str
+    """The table's full name."""
+    sharded_key: str
+    """The weight's name in the state_dict of torchrec's module."""
+    shards: list[nn.Parameter]
+    """This rank's shards, which are registered as "weight", "weight_1", ..."""
+
+
 def make_proxy(
     original: nn.Module,
     path: str,
     sharded: ShardedModule,
-    keys: dict[str, str],
-    shards: Mapping[str, list[nn.Parameter]],
-    tables: Mapping[str, str],
+    weights: Mapping[str, ProxyWeight],
     load: Callable[[str, Tensor], str],
 ) -> ShardedProxy:
     """Return the module that is called as `original` was; its `lookup` is still to be set.
 
-    path: where `original` is in the LightningModule.
-    keys: name of a weight in the state_dict of `original` -> its name in that of `sharded`.
+    path: where `original` is in the LightningModule. weights: by their names in the state_dict of `original`.
     load: loads one table, by its name in the state_dict of `sharded`; returns what is wrong, or "".
-    shards: name of a weight -> this rank's shards, which are registered as "weight", "weight_1", ...
-    tables: name of a weight -> full name of its table.
     """
     kind = _kind_of(type(original))
-    module = kind.__new__(kind)
-    module.replace(original, path, sharded, keys, load)
-    if isinstance(module, _PlainProxy):
-        module.weight_dtype = original.weight.dtype  # type: ignore[assignment, union-attr]
-    for key, weights in shards.items():
-        _register(module, key, tables[key], weights)
-    return module
+    # Not by the constructor of its class, which would build a table. Attributes are copied past nn.Module's
+    # __setattr__, since the user's own may be anything; nn.Module's registries (parameters, children) are not.
+    proxy = kind.__new__(kind)
+    nn.Module.__init__(proxy)
+    registries = set(vars(proxy))
+    proxy.__dict__.update({name: value for name, value in vars(original).items() if name not in registries})
+    proxy.training = original.training
+    share_hooks(original, proxy)
+    # Only the bound method of torchrec's module is kept: the module itself would become a child, and its parameters
+    # would be found by optimizers and DDP.
+    proxy.path, proxy.load, proxy.sharded_state_dict = path, load, sharded.state_dict
+    proxy.keys = {key: weight.sharded_key for key, weight in weights.items()}
+    proxy.prefetched, proxy.mappings = None, {}
+    if isinstance(proxy, _PlainProxy):
+        proxy.weight_dtype = original.weight.dtype  # type: ignore[assignment, union-attr]
+    for key, weight in weights.items():
+        _register(proxy, key, weight)
+    return proxy
 
 
-def _register(module: nn.Module, key: str, table: str, shards: list[nn.Parameter]) -> None:
-    *path, weight = key.split(".")  # "weight", or "embedding_bags.<table>.weight"
-    for depth, name in enumerate(path):
-        if name not in dict(module.named_children()):
-            module.add_module(name, nn.ModuleDict() if depth == 0 else _GuardedWeight())
-        module = module.get_submodule(name)
+def _register(module: nn.Module, key: str, weight: ProxyWeight) -> None:
+    *path, name = key.split(".")  # "weight", or "embedding_bags.<table>.weight"
+    for depth, child in enumerate(path):
+        if child not in dict(module.named_children()):
+            module.add_module(child, nn.ModuleDict() if depth == 0 else _GuardedWeight())
+        module = module.get_submodule(child)
     if isinstance(module, _GuardedWeight):
-        module.table = table
-    for i, shard in enumerate(shards):
-        module.register_parameter(weight if i == 0 else f"{weight}_{i}", shard)
+        module.table = weight.table
+    for i, shard in enumerate(weight.shards):
+        module.register_parameter(name if i == 0 else f"{name}_{i}", shard)
 
 
 def replace_modules(root: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:

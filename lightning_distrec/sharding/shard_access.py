@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakSet
 
@@ -23,9 +24,6 @@ without_guard = without_torch_function
 plain_shards = ExitStack()
 """Holds `without_guard` while an optimizer updates. Its closure calls the user's step, which closes it."""
 
-writes: Counter[str] = Counter()
-"""Table -> writes of user code into its weight, in any module; torch does not count those that go through `.data`."""
-
 WAYS = {
     "weight": (
         "To use rows, look them up. trainer.strategy.full_parameter('{table}'), called on every rank, returns the full "
@@ -36,6 +34,30 @@ WAYS = {
     ),
     "gradient": "trainer.strategy.gradient_norms(), called on every rank, returns the norms of all gradients.",
 }
+
+
+@dataclass(eq=False)
+class SharedState:
+    """What the guarded tables of one module have in common. Inside of it as a context all ranks run the user's step."""
+
+    group: Any = None
+    """Process group of the ranks that have the shards; None: the default one."""
+    in_step: bool = False
+    """Whether all ranks run the user's step, so that what it sums may be summed over them."""
+    loss_weight: float = 1.0
+    """What this rank's loss is multiplied by in the current backward, for its share of the examples."""
+    num_changes: int = 0
+    """How often weights may have changed: what was gathered before is gathered again when it is read next."""
+    writes: Counter[str] = field(default_factory=Counter)
+    """Table -> writes of user code into its weight, and copies of it; torch does not count those through `.data`."""
+    init_call: tuple[FrameType, Tensor, Any] | None = None
+    """The call of torch.nn.init in progress, or the last one: its frame, the full values, the shard."""
+
+    def __enter__(self) -> None:
+        self.in_step = True
+
+    def __exit__(self, *_: object) -> None:
+        self.in_step = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +72,9 @@ class GuardedTable:
     """Its shards on this rank; the first stands for the table."""
     has_single_shards: bool
     """Whether no rank has more than one shard."""
-    loss_weight: Callable[[], float] = field(repr=False)
-    """Returns what this rank's loss is multiplied by in the current backward, for its share of the examples."""
+    state: SharedState = field(repr=False)
     gathering: Any = field(default=None, repr=False)
     """Gathers the full weight where it is read; None: reading it raises."""
-    group: Any = field(default=None, repr=False)
-    """Process group of the ranks that have the shards; None: the default one."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +111,7 @@ class ShardPlace:
     def note_write(self) -> None:
         """Note that user code writes into these values."""
         if self.kind == "weight":
-            writes[self.table.name] += 1
+            self.table.state.writes[self.table.name] += 1
 
     def refusal(self, operation: str) -> ShardedWeightError:
         """Return the error for an operation that needs the full table."""

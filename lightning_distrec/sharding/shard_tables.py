@@ -30,7 +30,7 @@ from lightning_distrec.sharding.initial_weights import (
     table_shards,
 )
 from lightning_distrec.sharding.mapped_tables import hold_mappings
-from lightning_distrec.sharding.proxies import ShardedProxy, make_proxy
+from lightning_distrec.sharding.proxies import ProxyWeight, ShardedProxy, make_proxy
 from lightning_distrec.sharding.row_gradients import LocalShard, local_shards_of
 from lightning_distrec.sharding.shard_access import GuardedTable, rewriting, watch_caches
 from lightning_distrec.sharding.shard_weight import guard
@@ -180,19 +180,18 @@ def _guard(result: ShardedTables, table: Table, shards: list[TableShard], is_gat
         shape=shape,
         weights=[shard.weight for shard in local],
         has_single_shards=max(Counter(shard.rank for shard in shards).values()) == 1,
-        loss_weight=partial(getattr, result, "loss_weight"),
-        gathering=Gathering(shape, list(map(sorted, rectangles))) if is_gathered else None,
-        group=result.groups.sharding,
+        state=result.state,
+        gathering=Gathering(shape, list(map(sorted, rectangles)), result.state) if is_gathered else None,
     )
     guard(guarded, [(shard.row, shard.column) for shard in local])
 
 
 def _proxy(result: ShardedTables, path: str) -> ShardedProxy:
-    tables, sharded = result.tables_of(path), result.sharded[path]
-    names = {table.key.removeprefix(f"{path}."): table.full_name for table in tables}
-    keys = {table.key.removeprefix(f"{path}."): table.local_key for table in tables}
-    weights = {key: [shard.weight for shard in result.shards[name]] for key, name in names.items()}
-    return make_proxy(tables[0].original, path, sharded, keys, weights, names, partial(_load, sharded, result.groups))
+    sharded, weights = result.sharded[path], {}
+    for table in result.tables_of(path):
+        local = [shard.weight for shard in result.shards[table.full_name]]
+        weights[table.original_key] = ProxyWeight(table.full_name, table.local_key, local)
+    return make_proxy(result.originals[path], path, sharded, weights, partial(_load, sharded, result.groups))
 
 
 @torch.no_grad()

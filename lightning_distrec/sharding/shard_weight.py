@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_distrec._compat.torch import use_foreach_for
 from lightning_distrec.errors import ShardedWeightError
 from lightning_distrec.host_memory import free_host_bytes
-from lightning_distrec.sharding.collective_reads import SUMS, Gathering, is_sum_in_step, sum_over_ranks
+from lightning_distrec.sharding.collective_reads import SUMS, is_sum_in_step, sum_over_ranks
 from lightning_distrec.sharding.shard_access import (
     GuardedTable,
     ShardPlace,
@@ -183,7 +183,7 @@ def _in_user_code(func: Callable[..., Any], name: str, is_attribute: bool, args:
     elif name.removeprefix("_foreach_") in ELEMENTWISE:
         if _is_in_place(name):
             place.note_write()
-            Gathering.forget_all()
+            place.table.state.num_changes += 1
             if not isinstance(_first(args), (ShardValues, ShardWeight)):
                 raise place.refusal(f"{name} into a tensor that is none of its shards")
         with without_guard():
@@ -289,23 +289,15 @@ def _initialize(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str
     return _fill(shard, full) if writes and target is shard else result
 
 
-_calls: list[tuple[FrameType, Tensor, Any]] = []
-"""The call of torch.nn.init in progress, or the last one: its frame, the full values, the shard."""
-
-
-def forget_last_call() -> None:
-    """Free the values that the last call of torch.nn.init has made."""
-    _calls.clear()
-
-
 def _full_of_call(shard: Any) -> Tensor:
     """Return the full values that the call of torch.nn.init in progress has made so far for this shard."""
     frame: Any = inspect.currentframe()
     while frame.f_globals.get("__name__") != INIT:
         frame = frame.f_back
-    if not _calls or _calls[0][0] is not frame or _calls[0][2] is not shard:
-        _calls[:] = [(frame, _full_like(shard), shard)]
-    return _calls[0][1]
+    state = shard.place.table.state
+    if state.init_call is None or state.init_call[0] is not frame or state.init_call[2] is not shard:
+        state.init_call = frame, _full_like(shard), shard
+    return state.init_call[1]
 
 
 def _full_like(shard: Any) -> Tensor:

@@ -22,7 +22,7 @@ from lightning_distrec.sharding.initial_weights import (
 from lightning_distrec.sharding.mapping.state import AnyMapping
 from lightning_distrec.sharding.proxies import ShardedProxy, replace_modules
 from lightning_distrec.sharding.row_gradients import LocalShard, give_gradients
-from lightning_distrec.sharding.shard_access import rewriting
+from lightning_distrec.sharding.shard_access import SharedState, rewriting
 from lightning_distrec.sharding.sharders import ShardingByTable
 from lightning_distrec.sharding.sharding_groups import ShardingGroups, do_nothing
 from lightning_distrec.sharding.tables import Table
@@ -58,8 +58,7 @@ class ShardedTables:
         """torchrec's ManagedCollisionCollection -> what stands for it in the module tree."""
         self.known_keys: dict[str, list[str]] = {}
         """Path -> the features in the order of the first call, which torchrec's module remembers for its life."""
-        self.loss_weight = 1.0
-        """What this rank's loss is multiplied by in the current backward, for its share of the examples."""
+        self.state = SharedState(groups.sharding)
         self.originals = {table.collection: table.original for table in tables}
         """Path -> the unsharded collection, which holds no rows."""
         self._root = ref(root)  # weak, as the keys of `_tables` are
@@ -88,7 +87,7 @@ class ShardedTables:
         paths = self._module().named_modules(remove_duplicate=False)
         proxy_paths = {id(module): path for path, module in self.proxies.items()}
         return {
-            f"{path}.{table.key.removeprefix(f'{table.collection}.')}": table.full_name
+            f"{path}.{table.original_key}": table.full_name
             for path, module in paths
             if id(module) in proxy_paths
             for table in self.tables_of(proxy_paths[id(module)])
@@ -145,13 +144,11 @@ class ShardedTables:
 
     def fill_optimizer_state(self, values: Mapping[str, float]) -> None:
         """Start the fused optimizers' state of the given tables, by full name, from these values."""
-        optimizers = self.fused_optimizers()
-        keys = {table.full_name: table.local_key for table in self.tables}
+        states = self.fused_state()
         for name, value in values.items():
-            if name in optimizers:
-                for state in optimizers[name].state[optimizers[name].params[keys[name]]].values():
-                    for shard in state.local_shards():
-                        shard.tensor.fill_(value)
+            for shard in self.shards[name]:
+                for state in states.get(id(shard), ()):
+                    state.fill_(value)
 
     def fused_state(self) -> dict[int, list[Tensor]]:
         """Return id of a shard -> FBGEMM's state of its optimizer, in the kernel's memory; see `state_keys`."""

@@ -102,9 +102,14 @@ class Table:
         return f"{'embedding_bags' if self.pooled else 'embeddings'}.{self.name}.weight"
 
     @property
+    def original_key(self) -> str:
+        """Name of the weight in the state_dict of `original`."""
+        return self.local_key if self.plain is None else "weight"
+
+    @property
     def key(self) -> str:
         """Name of the weight in the LightningModule's state_dict."""
-        return f"{self.collection}.{'weight' if self.plain is not None else self.local_key}"
+        return f"{self.collection}.{self.original_key}"
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -174,7 +179,7 @@ def find_tables(module: nn.Module, conversion: Conversion = NO_CONVERSION) -> Fo
                 f"'{path}' is a {type(child).__name__}, which updates its tables inside of backward, on each rank by "
                 f"itself. Use {type(child).__name__.removeprefix('Fused')}: its update is fused where that is exact."
             )
-        elif reason := _why_left_alone(child):
+        elif reason := _sharding_obstacle(child):
             left_alone[path] = reason
             skipped.append(f"{path}.")
     plain.check_names()
@@ -193,7 +198,7 @@ def _managed_tables(path: str, managed: nn.Module) -> list[Table] | str:
     specs = specs_of(managed)
     if isinstance(specs, str):
         return specs
-    if odd := odd_dim(_configs(inner)) or _why_not_mapped(inner, specs):
+    if odd := odd_dim(_configs(inner)) or _mapping_obstacle(inner, specs):
         return odd
     inner_path = f"{path}.{EMBEDDINGS}" if path else EMBEDDINGS
     collisions = collisions_of(managed)
@@ -203,7 +208,7 @@ def _managed_tables(path: str, managed: nn.Module) -> list[Table] | str:
     ]
 
 
-def _why_not_mapped(collection: Collection, specs: dict[str, MappingSpec]) -> str | None:
+def _mapping_obstacle(collection: Collection, specs: dict[str, MappingSpec]) -> str | None:
     """Return why the mappings do not go together with a collection; None where they do."""
     for config in _configs(collection):
         hours, features = specs[config.name].ttl_by_feature, config.feature_names
@@ -242,7 +247,7 @@ def _configs(collection: Collection) -> list[BaseEmbeddingConfig]:
     return list(collection.embedding_configs())
 
 
-def _why_left_alone(module: nn.Module) -> str | None:
+def _sharding_obstacle(module: nn.Module) -> str | None:
     kind = type(module)
     if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
         return f"{kind.__name__} is a subclass and may compute something else"

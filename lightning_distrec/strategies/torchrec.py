@@ -18,7 +18,6 @@ from lightning_distrec.prefetch.even_batches import EndPolicy
 from lightning_distrec.prefetch.fetcher import ReadyBatch
 from lightning_distrec.prefetch.learning import LookupCounts
 from lightning_distrec.prefetch.options import PrefetchOptions
-from lightning_distrec.sharding.collective_reads import in_step
 from lightning_distrec.sharding.lookup.lookup_setup import CheckIds
 from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.plain_embeddings import Conversion, Convert
@@ -220,7 +219,12 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         run.tables.before_training_step()
         # By hand, backward runs inside of training_step, and the ids that wait for it must be sent earlier.
         has_backward = run.module.automatic_optimization
-        with spans.span(spans.FORWARD), run.dense.step(), run.prefetching.step(args[0], has_backward), in_step():
+        with (
+            spans.span(spans.FORWARD),
+            run.dense.step(),
+            run.prefetching.step(args[0], has_backward),
+            run.tables.user_step,
+        ):
             return super().training_step(*args, **kwargs)
 
     @contextmanager
@@ -228,7 +232,12 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
     def evaluation_step(self, *args: Any) -> Iterator[None]:
         run = self.run
         run.tables.before_evaluation_step()
-        with run.evaluation_step(), run.dense.step(), run.prefetching.step(args[0], has_backward=False), in_step():
+        with (
+            run.evaluation_step(),
+            run.dense.step(),
+            run.prefetching.step(args[0], has_backward=False),
+            run.tables.user_step,
+        ):
             yield
 
     @contextmanager

@@ -56,6 +56,7 @@ class NoTables:
     """In the place of a RunTables: the module has no tables, and trains as under DDP."""
 
     groups = None
+    user_step = NOTHING
 
     def before_training_step(self) -> None:
         """Do nothing."""

@@ -40,9 +40,9 @@ def main() -> int:
     began, load = time.monotonic(), [os.getloadavg()[0]]
     results: dict[tuple[int, int], Measured] = {}
     notes, wrong = [], False
-    job = Job(NodeLayout.of_nodes(1, 1), num_plans, rounds)
+    job = Job(NodeLayout.from_node_sizes(1, 1), num_plans, rounds)
     for num_ranks in options.ranks:
-        job = Job(NodeLayout.of_nodes(num_ranks // 2, num_ranks // 2), num_plans, rounds)
+        job = Job(NodeLayout.from_node_sizes(num_ranks // 2, num_ranks // 2), num_plans, rounds)
         for rate in options.rates:
             try:
                 results[num_ranks, rate] = on_limited_link(job, rate, TIMEOUT_SECONDS)

@@ -29,7 +29,7 @@ def measure(rank: int, places: NodeLayout) -> None:
 def main() -> None:
     """Start the ranks of this machine."""
     machine, *ranks_by_node = map(int, sys.argv[1:])
-    places = NodeLayout.of_nodes(*ranks_by_node)
+    places = NodeLayout.from_node_sizes(*ranks_by_node)
     fork = multiprocessing.get_context("fork")
     here = [rank for rank, node in enumerate(places.node_of_rank) if node == machine]
     ranks = [fork.Process(target=measure, args=(rank, places)) for rank in here]

@@ -85,7 +85,7 @@ def table_set(
     module = nn.Module()
     module.ebc = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
     tables = find_tables(module).tables
-    layout = NodeLayout.of_nodes(*[ranks_on_node] * (num_ranks // ranks_on_node))
+    layout = NodeLayout.from_node_sizes(*[ranks_on_node] * (num_ranks // ranks_on_node))
     constraints = {}
     for i, table in enumerate(tables):
         chosen = (options or {}).get(i) or TableOptions(pooling_factor=(pooling or [1.0] * len(sizes))[i])

@@ -27,7 +27,7 @@ class TouchedRows:
 
     def __init__(self, kernels: list[tuple[Any, list[LocalShard]]]) -> None:
         self._kernels = [_KernelRows(kernel, shards) for kernel, shards in kernels]
-        flags_by_shard = [shard_and_flags for rows in self._kernels for shard_and_flags in rows.by_shard()]
+        flags_by_shard = [shard_and_flags for rows in self._kernels for shard_and_flags in rows.flags_by_shard()]
         self._flags = {id(shard): flags for shard, flags in flags_by_shard}
         self._resets = [(shard, partial(flags.index_fill_, 0, value=True)) for shard, flags in flags_by_shard]
         for shard, note in self._resets:
@@ -45,7 +45,7 @@ class TouchedRows:
         """Forget all rows but those of gradients that no optimizer has used yet."""
         for rows in self._kernels:
             rows.forget()
-            for shard, flags in rows.by_shard():
+            for shard, flags in rows.flags_by_shard():
                 gradient = shard.weight.grad
                 if gradient is not None and gradient.is_sparse:
                     flags.index_fill_(0, gradient.coalesce().indices()[0], True)
@@ -86,7 +86,7 @@ class _KernelRows:
         self._num_pending = 0
         self.flags.zero_()
 
-    def by_shard(self) -> list[tuple[LocalShard, Tensor]]:
+    def flags_by_shard(self) -> list[tuple[LocalShard, Tensor]]:
         return [
             (shard, self.flags[first:end])
             for shard, first, end in zip(self._shards, self._firsts[:-1], self._firsts[1:], strict=True)

@@ -80,7 +80,7 @@ class MappingSpec:
         """What sets the number of buckets."""
         return "total_num_buckets of its HashZchManagedCollisionModule" if self.managed else "buckets"
 
-    def why_not_on(self, num_ranks: int) -> str:
+    def buckets_obstacle(self, num_ranks: int) -> str:
         """Return why this number of ranks cannot own whole buckets; "" if they can."""
         if self.num_buckets % num_ranks == 0:
             return ""

@@ -166,11 +166,11 @@ _SHARES = "_shares_rows_of_buckets"
 
 
 def finds_rows(lookup: nn.Module) -> bool:
-    """Whether `find_rows_by` was called for it."""
+    """Whether `attach_mapping` was called for it."""
     return hasattr(lookup, _ATTRIBUTE)
 
 
-def find_rows_by(lookup: nn.Module, state: Mapping[str, Tensor]) -> None:
+def attach_mapping(lookup: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Let a lookup take ids of any range. state: what checkpoints hold of its mapping, by its names there."""
     _, num_buckets, num_reserved = state[MADE_FOR].tolist()
     for name, value in state.items():
@@ -181,7 +181,7 @@ def find_rows_by(lookup: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def mapping_state_of(lookup: nn.Module) -> dict[str, Tensor]:
-    """Return the state that `find_rows_by` was given."""
+    """Return the state that `attach_mapping` was given."""
     return {name: value for name, value in lookup.named_buffers(recurse=False) if name in SAVED_NAMES}
 
 

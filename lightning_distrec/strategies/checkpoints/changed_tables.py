@@ -35,9 +35,8 @@ class ChangedTables:
 
     def __init__(self, tables: SavedTables, plugin: Any) -> None:
         from lightning_distrec.sharding.lookup.touched_rows import TouchedRows
-        from lightning_distrec.sharding.shard_access import writes
 
-        self.tables, self._writes = tables, writes
+        self.tables, self._writes = tables, tables.shards.state.writes
         self._touched = TouchedRows(tables.shards.kernels)
         self._undo: list[Callable[[], None]] = [self._touched.release]
         self._fused_state = tables.shards.fused_state()

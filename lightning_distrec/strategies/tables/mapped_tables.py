@@ -95,7 +95,7 @@ def with_mapping(table: Table, options: TableOptions, layout: NodeLayout) -> Tab
         raise PlanError(f"{subject}: gathered_weight=True: the rows of its weight have no fixed ids. Leave it out.")
     if layout.num_replicas > 1:
         raise PlanError(f"{subject}: each of the sharding_groups would map ids by itself. Leave sharding_groups out.")
-    if reason := table.mapping.why_not_on(layout.num_ranks):
+    if reason := table.mapping.buckets_obstacle(layout.num_ranks):
         raise PlanError(f"{subject}: {reason}.")
     return replace(options, sharding_types=["row_wise"], compute_kernels=["fused"])
 

@@ -56,7 +56,7 @@ def plan_tables(
 def plan_of(sharded: ShardedTables, inputs: SetUpInputs) -> ShardingPlan:
     """Return the plan of tables that are sharded already, without its cost."""
     groups = sharded.groups
-    layout = inputs.layout.of_group(groups.size)
+    layout = inputs.layout.group_layout(groups.size)
     return ShardingPlan.from_torchrec(sharded.tables, sharded.plan, layout, inputs.device.type, groups.first_rank)
 
 

@@ -24,14 +24,12 @@ from lightning_distrec.optimizers.step_hooks import (
 from lightning_distrec.optimizers.translation import ELEMENTWISE, LearningRates, TableUpdate, sparse_form
 from lightning_distrec.optimizers.updates_in_backward import BackwardWatch, CollectionWatch, ManualWatch
 from lightning_distrec.ranks import Ranks
-from lightning_distrec.sharding.collective_reads import Gathering
 from lightning_distrec.sharding.lookup.sharded_lookup import ShardedLookup
 from lightning_distrec.sharding.planning.plan_file import PLAN_FILE, plan_text
 from lightning_distrec.sharding.planning.report_page import write_page, write_pictures
 from lightning_distrec.sharding.planning.report_pictures import can_draw, draw_plan
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.shard_access import without_guards
-from lightning_distrec.sharding.shard_weight import forget_last_call
 from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.strategies.data_parallel.loss_weight import LossWeight
 from lightning_distrec.strategies.data_parallel.replicated_layers import ReplicaCheck
@@ -111,6 +109,7 @@ class RunTables:
 
     def __post_init__(self) -> None:
         self._num_steps: dict[int, int] = {}
+        self.user_step = self.shards.state
         shards_of = self.shards.shards
         # Flat, for a check at each step: a walk through the tables would cost host time with every further table.
         self._fused_shards = [shard.weight for name in self.fused_tables for shard in shards_of[name]]
@@ -228,7 +227,7 @@ class RunTables:
     @without_guards
     def before_training_step(self) -> None:
         """Raise where something has changed since the start that the tables' updates do not follow."""
-        forget_last_call()
+        self.shards.state.init_call = None  # frees the full values that it has drawn
         if self.groups is not None:
             self.groups.before_training_step()
         self.check_steps()
@@ -240,7 +239,7 @@ class RunTables:
         self.unfreezing.follow(self.all_optimizers)
         self.loss_weight.begin_step()
         # That of the step before, until backward computes this step's.
-        self.shards.loss_weight = 1.0
+        self.shards.state.loss_weight = 1.0
         self.begin_step()
 
     def before_backward(self) -> None:
@@ -250,7 +249,7 @@ class RunTables:
     def loss_factor(self) -> float:
         """Collective where batches are weighted. Return the factor for this rank's loss; see LossWeight."""
         factor = self.loss_weight.factor()
-        self.shards.loss_weight = factor if self.loss_weight.averages else 1.0
+        self.shards.state.loss_weight = factor if self.loss_weight.averages else 1.0
         return factor
 
     def _refuse_late_hooks(self) -> None:
@@ -266,7 +265,7 @@ class RunTables:
     def after_optimizer_step(self, number: int, *_: Any) -> None:
         """Drop the gradients of the lookups so far. The optimizer with this number calls it after its step."""
         # Gathered weights are of before the update.
-        Gathering.forget_all()
+        self.shards.state.num_changes += 1
         self.backward_watch.step()
         if self.groups is not None:
             self.groups.after_optimizer_step()
@@ -278,7 +277,7 @@ class RunTables:
 
     def begin_step(self) -> None:
         """Drop what the step before has looked up."""
-        Gathering.forget_all()
+        self.shards.state.num_changes += 1
         for lookup in self.lookups:
             lookup.begin_step()
 

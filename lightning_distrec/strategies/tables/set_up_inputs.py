@@ -92,7 +92,7 @@ class SetUpInputs:
     @cached_property
     def group_layout(self) -> NodeLayout:
         """Of the ranks among which tables are sharded; plans are made for these. Raises ConfigError."""
-        return self.layout.of_group(self.groups.size)
+        return self.layout.group_layout(self.groups.size)
 
     @property
     def fits(self) -> bool:

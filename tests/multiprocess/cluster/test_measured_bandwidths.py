@@ -36,7 +36,7 @@ def _meet(cache: Path) -> Consensus:
 
 def _measure(cache: Path, nodes: tuple[int, ...]) -> Said:
     ranks = _meet(cache)
-    found = measured_bandwidths(NAMES, NodeLayout.of_nodes(*nodes), CPU, ranks)
+    found = measured_bandwidths(NAMES, NodeLayout.from_node_sizes(*nodes), CPU, ranks)
     return {name: (one.bytes_per_second, one.origin) for name, one in found.items()}
 
 

@@ -90,7 +90,7 @@ def _train(
     }
 
 
-def _of_torchrec(kind: type[ManagedModel], state: dict[str, Tensor]) -> dict[str, Tensor]:
+def _torchrec_state(kind: type[ManagedModel], state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Train TorchRec's unsharded module by a plain loop. Its kernel for a CPU only finds rows: it begins with the ids.
 
     Without eviction an id has one row, from the step on in which it is first looked up.
@@ -113,7 +113,7 @@ def test_managed_collisions_train_as_torchrec_does_in_one_process(num_ranks: int
     found = run_each_on_ranks({name: (_train, kind, {}) for name, kind in kinds.items()}, num_ranks)
     for name, kind in kinds.items():
         state = found[0][name]["state"]
-        wanted = _of_torchrec(kind, state)
+        wanted = _torchrec_state(kind, state)
         assert state.keys() == wanted.keys()
         assert too_far(state, wanted, 1e-5) == {}, name
         identities = [value for key, value in state.items() if key.endswith("identities")]
@@ -127,7 +127,7 @@ def test_the_collections_of_an_adapter_are_sharded() -> None:
     assert sum(of_rank[""]["evicted"] for of_rank in two) == one[0][""]["evicted"] > 10
 
 
-def _by_hand(kind: type[ManagedModel], options: dict[str, Any], steps: int) -> dict[str, Tensor]:
+def _train_by_hand(kind: type[ManagedModel], options: dict[str, Any], steps: int) -> dict[str, Tensor]:
     """Train plain tables of rows by a plain loop, and reset the rows that ids are evicted from."""
     model = seeded(kind, **options)
     tables_of_rows = model.mc._embedding_module
@@ -338,7 +338,7 @@ def test_evicted_rows_are_reset_and_checkpoints_go_on_with_other_numbers_of_rank
         assert one[name]["evicted"] == sum(of_rank[f"all {name}"]["evicted"] for of_rank in two) > 10
         assert too_far(two[0][f"all {name}"]["state"], wanted, 1e-5) == {}, name
         assert one[name]["shared"] > 0, "they are left out, where the module says so"
-        by_hand = _by_hand(*EVICTING[name], 2 * STEPS)
+        by_hand = _train_by_hand(*EVICTING[name], 2 * STEPS)
         assert too_far({key: wanted[key] for key in by_hand}, by_hand, 1e-5) == {}, name
         for num_ranks, found in resumed.items():
             assert too_far(found[name]["state"], wanted, 1e-5) == {}, (name, num_ranks)

@@ -109,7 +109,7 @@ def _pairs(module: MCHManagedCollisionModule) -> list[tuple[int, int]]:
     return list(zip(ids, rows, strict=True))
 
 
-def _by_hand(options: dict[str, Any], steps: int = STEPS) -> tuple[dict[str, Tensor], dict[str, dict[int, int]]]:
+def _train_by_hand(options: dict[str, Any], steps: int = STEPS) -> tuple[dict[str, Tensor], dict[str, dict[int, int]]]:
     """Return the weights after a plain loop, and of each table the rows of ids."""
     model = seeded(MchModel, **options)
     bags, optimizer = model.mc._embedding_module, model.configure_optimizers()
@@ -159,7 +159,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_ids_have_the_rows_that_torchrec_gives_them_in_each_bucket(num_ranks: int) -> None:
     found = run_each_on_ranks({name: (_train, MchModel, options) for name, options in OPTIONS.items()}, num_ranks)
     for name, options in OPTIONS.items():
-        weights, rows_of_ids = _by_hand(options)
+        weights, rows_of_ids = _train_by_hand(options)
         state = found[0][name]["state"]
         for table in ROWS:
             assert _rows_of_ids(state, table) == rows_of_ids[table], name

@@ -219,14 +219,14 @@ RUNS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.fixture(scope="module")
-def of_ranks() -> list[dict[str, Any]]:
+def rank_results() -> list[dict[str, Any]]:
     """What each rank raised in each run."""
     return run_each_on_ranks(RUNS, 2)
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_is_an_error_of_ours_on_every_rank(of_ranks: list[dict[str, Any]], case: str) -> None:
-    for found in of_ranks:
+def test_what_cannot_be_is_an_error_of_ours_on_every_rank(rank_results: list[dict[str, Any]], case: str) -> None:
+    for found in rank_results:
         said, steps = found[f"refused {case}"]
         assert re.match(REFUSED[case][3], said, re.DOTALL), said
         assert steps == 0, "a step was taken before the error"
@@ -243,12 +243,14 @@ def two_threads() -> Iterator[None]:
 
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("cases", [WRONG_OFFSETS, OTHER_WRONG_CALLS], ids=["offsets", "others"])
-def test_a_call_that_torch_refuses_is_an_error_of_ours(of_ranks: list[dict[str, Any]], cases: tuple[str, ...]) -> None:
+def test_a_call_that_torch_refuses_is_an_error_of_ours(
+    rank_results: list[dict[str, Any]], cases: tuple[str, ...]
+) -> None:
     for case in cases:
         kind, batch = WRONG_CALLS[case]
         with pytest.raises((RuntimeError, ValueError, NotImplementedError)):
             seeded(kind).training_step(batch, 0)
-        for found in of_ranks:
+        for found in rank_results:
             ours, said = found[f"wrong {case}"]
             assert ours, (case, said)
 

@@ -118,7 +118,7 @@ def _hook() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def of_two_ranks() -> list[dict[str, Any]]:
+def two_rank_results() -> list[dict[str, Any]]:
     """What each of two ranks found."""
     calls: dict[str, tuple[Any, ...]] = {
         cut: (_train_every_kind, "Adagrad", dict.fromkeys(UNEQUAL, cut)) for cut in CUTS
@@ -127,14 +127,14 @@ def of_two_ranks() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_ranks_may_look_up_unequal_numbers_of_bags(of_two_ranks: list[dict[str, Any]], cut: str) -> None:
-    state, _ = of_two_ranks[0][cut]
+def test_ranks_may_look_up_unequal_numbers_of_bags(two_rank_results: list[dict[str, Any]], cut: str) -> None:
+    state, _ = two_rank_results[0][cut]
     _, trained = _train_every_kind_unsharded("Adagrad", tuple(UNEQUAL), 2)
     assert not too_far(state, trained.state_dict(), limit_of("Adagrad"))
 
 
-def test_hooks_on_an_embedding_run_while_it_is_sharded(of_two_ranks: list[dict[str, Any]]) -> None:
-    assert [found["hooks"] for found in of_two_ranks] == [["before forward", "forward", "backward"]] * 2
+def test_hooks_on_an_embedding_run_while_it_is_sharded(two_rank_results: list[dict[str, Any]]) -> None:
+    assert [found["hooks"] for found in two_rank_results] == [["before forward", "forward", "backward"]] * 2
 
 
 class OneTable(KeepsState):
@@ -213,7 +213,7 @@ def _train_sparse(cut: str) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module", params=[2, 3])
-def of_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+def rank_results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """What each of two or three ranks trained."""
     calls: dict[str, tuple[Any, ...]] = {name: (_train_one_table, name, {}) for name in OPTIMIZERS}
     calls["Adagrad kept"] = (_train_one_table, "Adagrad", {"embedding_update": "sparse"})
@@ -222,23 +222,23 @@ def of_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "Adagrad kept"])
-def test_a_table_looked_up_twice_in_a_step_is_updated_once(of_ranks: list[dict[str, Any]], name: str) -> None:
+def test_a_table_looked_up_twice_in_a_step_is_updated_once(rank_results: list[dict[str, Any]], name: str) -> None:
     optimizer = name.split()[0]
     start = seeded(OneTable, optimizer)
-    batches = [[_clicks(step, rank) for rank in range(len(of_ranks))] for step in range(STEPS)]
+    batches = [[_clicks(step, rank) for rank in range(len(rank_results))] for step in range(STEPS)]
     # The ranks' batches have one size: the mean of their losses is the loss of the joined batch.
     joined = [[{key: torch.cat([batch[key] for batch in of_step]) for key in of_step[0]}] for of_step in batches]
     wanted = train_unsharded(start, joined).state_dict()
-    assert not too_far(of_ranks[0][name], wanted, limit_of(optimizer))
+    assert not too_far(rank_results[0][name], wanted, limit_of(optimizer))
 
 
-def test_sparse_adam_has_the_weights_of_one_unsharded_process(of_ranks: list[dict[str, Any]]) -> None:
+def test_sparse_adam_has_the_weights_of_one_unsharded_process(rank_results: list[dict[str, Any]]) -> None:
     model = seeded(SparseModel)
     optimizers = model.configure_optimizers()
     for step in range(STEPS):
         model.zero_grad()
-        torch.stack([model.loss(_clicks(step, rank)) for rank in range(len(of_ranks))]).mean().backward()
+        torch.stack([model.loss(_clicks(step, rank)) for rank in range(len(rank_results))]).mean().backward()
         for optimizer in optimizers:
             optimizer.step()
     for cut in CUTS:
-        assert not too_far(of_ranks[0][cut], model.state_dict(), 1e-5)
+        assert not too_far(rank_results[0][cut], model.state_dict(), 1e-5)

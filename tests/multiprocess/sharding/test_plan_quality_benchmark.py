@@ -13,7 +13,7 @@ from tests.benchmarks.plan_quality_text import PLANNERS
 from tests.benchmarks.plan_quality_turns import OURS_DEFAULT, TORCHRECS_DEFAULT, Job, Measured, take_turns
 from tests.support.ranks import run_on_ranks
 
-JOB = Job(NodeLayout.of_nodes(2), num_plans=9, rounds=1, turn=Turn(first=1, counted=2, last=1))
+JOB = Job(NodeLayout.from_node_sizes(2), num_plans=9, rounds=1, turn=Turn(first=1, counted=2, last=1))
 
 
 def measure(folder: str) -> Measured:

@@ -22,7 +22,7 @@ from tests.benchmarks.plan_quality_text import (
 )
 from tests.benchmarks.plan_quality_turns import OURS, OURS_DEFAULT, TORCHRECS, TORCHRECS_DEFAULT, Job, Measured, Tried
 
-PLACES = NodeLayout.of_nodes(2, 2)
+PLACES = NodeLayout.from_node_sizes(2, 2)
 
 
 @pytest.fixture(scope="module")

@@ -144,8 +144,8 @@ def test_buckets_depend_on_the_rows_alone_and_rows_fill_them() -> None:
         20_000: (120, 20_040),
         10_000_000: (20_160, 10_019_520),
     }
-    assert found[10_000_000].why_not_on(64) == ""
-    assert "set buckets" in found[100].why_not_on(5).lower()
+    assert found[10_000_000].buckets_obstacle(64) == ""
+    assert "set buckets" in found[100].buckets_obstacle(5).lower()
 
 
 def test_what_torchrec_maps_in_another_way_says_so() -> None:

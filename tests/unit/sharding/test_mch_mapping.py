@@ -23,12 +23,12 @@ def _mapping(first_bucket: int = 0, num_buckets: int = BUCKETS, **options: Any) 
     return MchMapping(spec, first_bucket, num_buckets, CPU, module)
 
 
-def _of_bucket(bucket: int, *numbers: int) -> Tensor:
+def _bucket_ids(bucket: int, *numbers: int) -> Tensor:
     return torch.tensor(numbers) * BUCKETS + bucket
 
 
 def test_ids_get_rows_once_in_an_interval_and_share_the_last_of_their_bucket_until_then() -> None:
-    mapping, ids = _mapping(interval=2), _of_bucket(1, 10, 20)
+    mapping, ids = _mapping(interval=2), _bucket_ids(1, 10, 20)
     assert mapping.learn(ids).numel() == 0
     assert mapping.find(ids).tolist() == [7, 7]
     mapping.optimizer_stepped()
@@ -40,15 +40,15 @@ def test_ids_get_rows_once_in_an_interval_and_share_the_last_of_their_bucket_unt
 
 def test_rows_that_wait_for_the_optimizer_are_not_taken() -> None:
     mapping = _mapping(interval=1, policy="lru")
-    mapping.learn(_of_bucket(1, 1, 2, 3))
-    rows = mapping.find(_of_bucket(1, 1, 2, 3))
-    assert mapping.learn(_of_bucket(1, 4)).numel() == 0
-    torch.testing.assert_close(mapping.find(_of_bucket(1, 1, 2, 3)), rows)
+    mapping.learn(_bucket_ids(1, 1, 2, 3))
+    rows = mapping.find(_bucket_ids(1, 1, 2, 3))
+    assert mapping.learn(_bucket_ids(1, 4)).numel() == 0
+    torch.testing.assert_close(mapping.find(_bucket_ids(1, 1, 2, 3)), rows)
     mapping.optimizer_stepped()
-    evicted = mapping.learn(_of_bucket(1, 5)).tolist()
-    assert sorted(mapping.find(_of_bucket(1, 4, 5)).tolist()) == sorted(evicted)
+    evicted = mapping.learn(_bucket_ids(1, 5)).tolist()
+    assert sorted(mapping.find(_bucket_ids(1, 4, 5)).tolist()) == sorted(evicted)
     (left,) = set(rows.tolist()) - set(evicted)
-    assert sorted(mapping.find(_of_bucket(1, 1, 2, 3)).tolist()) == [left, 7, 7]
+    assert sorted(mapping.find(_bucket_ids(1, 1, 2, 3)).tolist()) == [left, 7, 7]
 
 
 def test_a_state_loads_in_parts_and_one_of_other_buckets_is_refused() -> None:

@@ -62,7 +62,7 @@ def make(tables: list[Table], layout: NodeLayout, *types: str) -> ShardingPlan:
 @pytest.fixture(scope="module")
 def mixed() -> dict[str, Any]:
     """The content of a file with a row-wise, a column-wise, a table-wise and a data-parallel table."""
-    tables, layout = tables_of({**SIZES, "hours": (24, 4)}), NodeLayout.of_nodes(2)
+    tables, layout = tables_of({**SIZES, "hours": (24, 4)}), NodeLayout.from_node_sizes(2)
     types = {
         "ebc.users": "row_wise",
         "ebc.films": "column_wise",
@@ -84,10 +84,10 @@ def loaded(content: Any, folder: Path) -> ShardingPlan:
 @given(
     sizes=st.lists(st.tuples(st.integers(16, 200), st.sampled_from([4, 8, 12, 32])), min_size=1, max_size=3),
     layout=st.sampled_from([
-        NodeLayout.of_nodes(1),
-        NodeLayout.of_nodes(2),
-        NodeLayout.of_nodes(2, 2),
-        NodeLayout.of_nodes(3),
+        NodeLayout.from_node_sizes(1),
+        NodeLayout.from_node_sizes(2),
+        NodeLayout.from_node_sizes(2, 2),
+        NodeLayout.from_node_sizes(3),
     ]),
     sharding_type=st.sampled_from(SHARDING_TYPES),
 )
@@ -159,7 +159,7 @@ def test_a_changed_file_is_read_as_it_is_or_refused_by_an_error_of_ours(
 def test_a_file_has_a_line_for_each_shard_and_is_written_whole_or_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written = make(tables_of(SIZES), NodeLayout.of_nodes(2), "row_wise")
+    written = make(tables_of(SIZES), NodeLayout.from_node_sizes(2), "row_wise")
     file = tmp_path / "new" / "plan.json"
     save_plan(file, written)
     before = file.read_text()
@@ -178,13 +178,13 @@ def test_a_file_has_a_line_for_each_shard_and_is_written_whole_or_not(
 
     monkeypatch.setattr(on_disk.os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        save_plan(file, make(tables_of(SIZES), NodeLayout.of_nodes(2), "table_wise"))
+        save_plan(file, make(tables_of(SIZES), NodeLayout.from_node_sizes(2), "table_wise"))
     assert [path.name for path in file.parent.iterdir()] == ["plan.json"]
     assert file.read_text() == before
 
 
 def test_a_cache_load_factor_is_kept() -> None:
-    layout = NodeLayout.of_nodes(2)
+    layout = NodeLayout.from_node_sizes(2)
     plan = make(tables_of({"users": (60, 16)}), layout, "row_wise")
     users = replace(plan.tables["ebc.users"], compute_kernel="fused_uvm_caching", cache_load_factor=0.25)
     plan = ShardingPlan(layout=layout, device="cuda", tables={"ebc.users": users})
@@ -332,16 +332,21 @@ def test_differences_name_ranks_tables_cuts_and_shards_that_have_moved(tmp_path:
 
 def fit(content: Any, folder: Path, tables: list[Table], **more: Any) -> ShardingPlan:
     """Return what the file with this content becomes for these tables on two ranks of one node."""
-    usual = {"constraints": constraints_of(tables), "layout": NodeLayout.of_nodes(2), "device": "cpu", "frozen": []}
+    usual = {
+        "constraints": constraints_of(tables),
+        "layout": NodeLayout.from_node_sizes(2),
+        "device": "cpu",
+        "frozen": [],
+    }
     return plan_for_run(loaded(content, folder), "plan_file='it'", tables, **usual | more)
 
 
 def test_a_file_of_another_module_is_reported_by_all_differences(tmp_path: Path) -> None:
-    plan = make(tables_of(SIZES), NodeLayout.of_nodes(2), "table_wise")
+    plan = make(tables_of(SIZES), NodeLayout.from_node_sizes(2), "table_wise")
     content = json.loads(plan_text(plan))
     others = tables_of({"user": (60, 16), "films": (38, 8), "days": (11, 8)})
     with pytest.raises(PlanError) as raised:
-        fit(content, tmp_path, others, layout=NodeLayout.of_nodes(4))
+        fit(content, tmp_path, others, layout=NodeLayout.from_node_sizes(4))
     assert str(raised.value).splitlines() == [
         "plan_file='it' does not suit this run:",
         "  - it is for 2 ranks, and there are 4",
@@ -369,7 +374,7 @@ def test_a_file_of_another_module_is_reported_by_all_differences(tmp_path: Path)
         (
             "table_row_wise",
             {},
-            {"layout": NodeLayout.of_nodes(1, 1)},
+            {"layout": NodeLayout.from_node_sizes(1, 1)},
             "cannot have these shards on 1 rank per node: table_row_wise gives each of the ranks",
         ),
         (
@@ -385,10 +390,10 @@ def test_a_place_that_a_table_cannot_have_in_this_run_is_reported(
     tmp_path: Path, sharding_type: str, change: dict[str, Any], options: dict[str, Any], said: str
 ) -> None:
     tables = tables_of({"users": (60, 16)})
-    content = json.loads(plan_text(make(tables, NodeLayout.of_nodes(2), sharding_type)))
+    content = json.loads(plan_text(make(tables, NodeLayout.from_node_sizes(2), sharding_type)))
     content["tables"]["ebc.users"] |= change
     given = dict(options)
-    layout = given.pop("layout", NodeLayout.of_nodes(2))
+    layout = given.pop("layout", NodeLayout.from_node_sizes(2))
     constraints = constraints_of(tables, *given.pop("types", []), **given)
     with pytest.raises(PlanError, match=said):
         fit(content, tmp_path, tables, constraints=constraints, layout=layout)
@@ -398,7 +403,7 @@ def test_a_place_that_a_table_cannot_have_in_this_run_is_reported(
 
 def test_sequence_tables_take_their_own_cuts_and_one_width(tmp_path: Path) -> None:
     tables = tables_of({"users": (60, 8), "films": (30, 8)}, pooled=False)
-    content = json.loads(plan_text(make(tables, NodeLayout.of_nodes(2), "column_wise")))
+    content = json.loads(plan_text(make(tables, NodeLayout.from_node_sizes(2), "column_wise")))
     fit(content, tmp_path, tables)
     content["tables"]["ec.films"]["shards"] = [{"rank": 1, "offsets": [0, 0], "sizes": [30, 8]}]
     with pytest.raises(PlanError, match=r"EmbeddingCollection 'ec' have column_wise shards of \[4, 8\] columns"):
@@ -412,9 +417,9 @@ def test_sequence_tables_take_their_own_cuts_and_one_width(tmp_path: Path) -> No
 
 def test_a_data_parallel_table_that_nothing_updates_is_on_the_rank_that_holds_least(tmp_path: Path) -> None:
     tables = tables_of({"users": (60, 16), "days": (11, 8)})
-    content = json.loads(plan_text(make(tables, NodeLayout.of_nodes(2), "table_wise")))
+    content = json.loads(plan_text(make(tables, NodeLayout.from_node_sizes(2), "table_wise")))
     content["tables"]["ebc.users"]["shards"][0]["rank"] = 0
-    content["tables"]["ebc.days"] = json.loads(plan_text(make(tables, NodeLayout.of_nodes(2), "data_parallel")))[
+    content["tables"]["ebc.days"] = json.loads(plan_text(make(tables, NodeLayout.from_node_sizes(2), "data_parallel")))[
         "tables"
     ]["ebc.days"]
     found = fit(content, tmp_path, tables, frozen=["ebc.users", "ebc.days"])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_distrec.sharding import shard_access, shard_tables
-from lightning_distrec.sharding.shard_access import GuardedTable
+from lightning_distrec.sharding.shard_access import GuardedTable, SharedState
 from lightning_distrec.sharding.shard_weight import guard
 from lightning_distrec.sharding.sharding_groups import ShardingGroups
 from lightning_distrec.strategies.run.lightning_callbacks import WeightCopies
@@ -52,7 +52,7 @@ class CachedKernel:
 def kernel() -> Any:
     made = CachedKernel()
     weights = [made.weight]
-    table = GuardedTable(name="table", shape=(4, 2), weights=weights, has_single_shards=True, loss_weight=lambda: 1.0)
+    table = GuardedTable(name="table", shape=(4, 2), weights=weights, has_single_shards=True, state=SharedState())
     guard(table, [(0, 0)])
     shard_access.watch_caches([made, CachedKernel.__new__(CachedKernel)])
     made.train(0)

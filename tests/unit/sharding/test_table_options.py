@@ -220,7 +220,7 @@ def test_a_table_is_planned_with_the_kernel_and_the_cache_that_were_asked_for() 
         "ebc.a": demand(("fused_uvm_caching",), cache_load_factor=0.25),
         "ebc.b": demand(("fused",), factors=(3.0,)),
     }
-    made = make_plan(tables, constraints, topology_of(NodeLayout.of_nodes(2), "cuda", 1 << 30), 16)
+    made = make_plan(tables, constraints, topology_of(NodeLayout.from_node_sizes(2), "cuda", 1 << 30), 16)
     plan = made.for_torchrec([torch.device("cuda", 0), torch.device("cuda", 1)])
     assert (plan["ebc.a"].compute_kernel, plan["ebc.a"].cache_params.load_factor) == ("fused_uvm_caching", 0.25)
     assert [made.tables[name].cache_load_factor for name in ("ebc.a", "ebc.b")] == [0.25, None]

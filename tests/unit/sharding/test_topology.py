@@ -46,7 +46,7 @@ def options(described: Topology, cut: str) -> ShardingOption:
 
 def test_nodes_are_distinguished_by_their_numbers() -> None:
     places = NodeLayout.gathered([(0, 2), (0, 2), (1, 2), (1, 2)])
-    assert places == NodeLayout.of_nodes(2, 2)
+    assert places == NodeLayout.from_node_sizes(2, 2)
     assert (places.num_ranks, places.num_nodes, places.ranks_on_node, places.alike) == (4, 2, 2, True)
 
 
@@ -67,12 +67,12 @@ def test_ranks_dealt_out_in_turns_are_not_as_torchrec_takes_them_to_be() -> None
 
 
 def test_where_all_say_the_same_node_how_many_are_on_each_tells_them_apart() -> None:
-    assert NodeLayout.gathered([(0, 2), (0, 2), (0, 1)]) == NodeLayout.of_nodes(2, 1)
+    assert NodeLayout.gathered([(0, 2), (0, 2), (0, 1)]) == NodeLayout.from_node_sizes(2, 1)
 
 
 def test_torchrec_counts_bytes_per_millisecond() -> None:
     # A table on one rank sends each of two ranks a row of 32-bit numbers for each of its examples.
-    row = options(topology(NodeLayout.of_nodes(2), intra_node="1GB/s"), "table_wise").shards[0]
+    row = options(topology(NodeLayout.from_node_sizes(2), intra_node="1GB/s"), "table_wise").shards[0]
     assert row.perf is not None
     assert row.perf.fwd_comms == pytest.approx(2 * BATCH * DIM * 4 / 1e9 * 1000)
     assert INTRA_NODE_BANDWIDTH * 1000 == 600 * 2**30
@@ -83,7 +83,7 @@ def test_torchrec_counts_bytes_per_millisecond() -> None:
     [(CPU, "host_memory", "fwd_compute"), (GPU, "device_memory", "fwd_compute"), (CPU, "cross_node", "fwd_comms")],
 )
 def test_a_bandwidth_twice_as_high_halves_what_it_is_for(device: torch.device, bandwidth: str, part: str) -> None:
-    places = NodeLayout.of_nodes(1, 1)
+    places = NodeLayout.from_node_sizes(1, 1)
     times = [
         getattr(options(topology(places, device, **{bandwidth: given}), "table_wise").shards[0].perf, part)
         for given in ("1GB/s", "2GB/s")
@@ -92,7 +92,7 @@ def test_a_bandwidth_twice_as_high_halves_what_it_is_for(device: torch.device, b
 
 
 def test_on_unequal_nodes_everything_travels_at_the_speed_between_them() -> None:
-    described = topology(NodeLayout.of_nodes(3, 1), intra_node="100GB/s", cross_node="1GB/s")
+    described = topology(NodeLayout.from_node_sizes(3, 1), intra_node="100GB/s", cross_node="1GB/s")
     shard = options(described, "table_wise").shards[0]
     assert shard.perf is not None
     assert shard.perf.fwd_comms == pytest.approx(4 * BATCH * DIM * 4 / 1e9 * 1000)
@@ -101,14 +101,14 @@ def test_on_unequal_nodes_everything_travels_at_the_speed_between_them() -> None
 @pytest.mark.parametrize("device", [CPU, GPU])
 def test_unequal_memory_is_reported_and_row_wise_shards_stay_equal(device: torch.device) -> None:
     memory = (10**6, 3 * 10**6)
-    described = topology(NodeLayout.of_nodes(2), device, memory)
+    described = topology(NodeLayout.from_node_sizes(2), device, memory)
     storage = [d.storage.hbm if device.type == "cuda" else d.storage.ddr for d in described.devices]
     assert storage == [*memory]
     assert [shard.size for shard in options(described, "row_wise").shards] == [[500, DIM], [500, DIM]]
 
 
 def test_beside_a_gpu_there_is_the_hosts_memory() -> None:
-    described = topology(NodeLayout.of_nodes(2), GPU)
+    described = topology(NodeLayout.from_node_sizes(2), GPU)
     assert [(d.storage.hbm, d.storage.ddr) for d in described.devices] == [(10**9, 10**10)] * 2
 
 
@@ -117,7 +117,7 @@ def test_shards_lie_on_the_device_that_their_rank_has() -> None:
     root = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=[table])})
     tables = find_tables(root).tables
     constraints = {"ebc.t": TableConstraints(("row_wise",), False, TableOptions())}
-    plan = make_plan(tables, constraints, topology(NodeLayout.of_nodes(2, 1), GPU), BATCH)
+    plan = make_plan(tables, constraints, topology(NodeLayout.from_node_sizes(2, 1), GPU), BATCH)
     devices = [torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cuda", 0)]
     spec = plan.for_torchrec(devices)["ebc.t"].sharding_spec
     assert isinstance(spec, EnumerableShardingSpec)

@@ -116,7 +116,7 @@ def test_sums_over_ranks_and_nodes_are_those_of_the_whole_matrix(layout: NodeLay
 
 
 @pytest.mark.parametrize("sharding_type", ["table_wise", "row_wise", "data_parallel"])
-@pytest.mark.parametrize("layout", [NodeLayout.of_nodes(2, 1), NodeLayout((0, 1, 0, 1, 1))])
+@pytest.mark.parametrize("layout", [NodeLayout.from_node_sizes(2, 1), NodeLayout((0, 1, 0, 1, 1))])
 def test_sums_of_unlike_nodes_are_those_of_the_whole_matrix(sharding_type: str, layout: NodeLayout) -> None:
     traffic = one(sharding_type, layout, **({"ranks": [1]} if sharding_type == "table_wise" else {}))
     matrix, node = traffic.matrix(), np.asarray(layout.node_of_rank)
