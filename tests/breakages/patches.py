@@ -820,7 +820,7 @@ BREAKAGES = (
     Breakage(
         "l2-of-unequal-batches",
         "lightning_distrec/sharding",
-        r"factor = 2\.0 \* gradient / [\w.]+\(\)",
+        r"factor = 2\.0 \* gradient / [\w.]+",
         "factor = 2.0 * gradient",
         "An L2 term pulls shards by the rank's share of the examples, where batches are unequal.",
         ("multiprocess/sharding/test_sharded_l2.py",),
