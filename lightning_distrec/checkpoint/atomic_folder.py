@@ -61,14 +61,14 @@ def read_marker(path: Path) -> dict[str, Any]:
     for name, size in marker["files"].items():
         if type(size) is not int:
             raise CheckpointError(f"{path / MARKER} is damaged: it has no size for {name!r}.")
-        actual_size = _size_of(path, name)
+        actual_size = _file_size(path, name)
         if actual_size != size:
             problem = "is missing" if actual_size is None else f"has {actual_size:,} bytes"
             raise CheckpointError(f"{path} is damaged: {name} {problem}, and should have {size:,} bytes.")
     return marker
 
 
-def _size_of(folder: Path, name: str) -> int | None:
+def _file_size(folder: Path, name: str) -> int | None:
     """Return the bytes of an ordinary file in the folder itself; None where there is none of that name."""
     try:
         return (folder / name).stat().st_size if _is_bare(name) and (folder / name).is_file() else None
@@ -172,7 +172,7 @@ def clean_up(parent: Path) -> list[Path]:
     for path in parent.glob(f"{UNFINISHED}*") if parent.is_dir() else []:
         if _has_writer(path):
             continue
-        final = _name_of(path)
+        final = _final_name(path)
         if final is not None and not os.path.lexists(parent / final):
             path.rename(parent / final)
             continue
@@ -186,7 +186,7 @@ def clean_up(parent: Path) -> list[Path]:
     return removed
 
 
-def _name_of(leftover: Path) -> str | None:
+def _final_name(leftover: Path) -> str | None:
     """Return the name that a complete checkpoint should have; None for an incomplete or removed one."""
     if leftover.is_symlink() or leftover.name.startswith(REMOVED):
         return None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_distrec.checkpoint.lazy_tensors import as_lazy, tensors_of
+from lightning_distrec.checkpoint.lazy_tensors import as_lazy, collect_tensors
 from lightning_distrec.checkpoint.load import CheckpointFolder, Loaded, Origin
 from lightning_distrec.checkpoint.packed_rows import dequantized, packed_width
 from lightning_distrec.checkpoint.plain_state import map_nested
@@ -167,11 +167,11 @@ class Difference:
                 "write them: what resumes from it is near the run that never stopped, and not equal to it.",
                 stacklevel=2,
             )
-        return self._laid_over_base(loaded, pickles)
+        return self._lay_over_base(loaded, pickles)
 
     def contents(self, pickles: bool = False) -> Loaded:
         """Read it with its base."""
-        return self._laid_over_base(self.folder.contents(pickles), pickles)
+        return self._lay_over_base(self.folder.contents(pickles), pickles)
 
     def origin(self, pickles: bool = False) -> Origin:
         """Return where it comes from."""
@@ -199,10 +199,10 @@ class Difference:
             )
         return base
 
-    def _laid_over_base(self, loaded: Loaded, pickles: bool) -> Loaded:
+    def _lay_over_base(self, loaded: Loaded, pickles: bool) -> Loaded:
         """Return a checkpoint with tensors of its base where the difference has some rows only."""
         path, base = self.folder.path, self._base()
-        base_tensors = tensors_of(base.contents(pickles).checkpoint)
+        base_tensors = collect_tensors(base.contents(pickles).checkpoint)
         try:
             ids = {name: as_lazy(value) for name, value in loaded.checkpoint.pop(ROW_IDS, {}).items()}
             read_ids: dict[str, RowIds] = {}

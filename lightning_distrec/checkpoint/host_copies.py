@@ -45,21 +45,14 @@ def copy_to_host(tensors: Mapping[str, ChunkedTensor]) -> dict[str, ChunkedTenso
     return copies
 
 
-class Arrival(Protocol):
-    """A copy that was started."""
-
-    def synchronize(self) -> None:
-        """Wait until it has arrived."""
-
-
 class Copies(Protocol):
     """Copies from a device."""
 
     def memory(self, num_bytes: int) -> Tensor:
         """Return memory that the device can copy to while the host goes on."""
 
-    def start(self, source: Tensor, target: Tensor) -> Arrival:
-        """Start to copy bytes."""
+    def start(self, source: Tensor, target: Tensor) -> Any:
+        """Start to copy bytes; return what `synchronize` of waits until they have arrived."""
 
 
 class CudaCopies:
@@ -69,7 +62,7 @@ class CudaCopies:
         """Return pinned memory."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def start(self, source: Tensor, target: Tensor) -> Arrival:
+    def start(self, source: Tensor, target: Tensor) -> Any:
         """Start to copy bytes."""
         target.copy_(source, non_blocking=True)
         return torch.cuda.current_stream(source.device).record_event()
@@ -107,7 +100,7 @@ class Slot:
     """Memory for a copy at a time."""
 
     memory: Tensor | None = None
-    filled: tuple[Arrival, Tensor, Tensor] | None = None
+    filled: tuple[Any, Tensor, Tensor] | None = None
     """The copy that is in it or on its way, where, and the place that it goes to."""
 
     def empty(self) -> None:
@@ -123,53 +116,44 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def gather_everywhere(state: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """Collective. Return the state with full tensors, on the host of every rank, in place of sharded ones.
+def gather_full(state: Any, ranks: Ranks, *, everywhere: bool = False, group: Any = None) -> Any:
+    """Collective. Return nested dicts and lists with full tensors in place of sharded ones, on the host of rank 0.
 
-    Raises CheckpointError on every rank: a host has not enough free memory for those of all of its ranks.
-    """
-    sharded = {key: chunked for key, value in state.items() if (chunked := as_chunked(value)) is not None}
-    hosts = ranks.all_gather(platform.node())
-    needed = sum(map(num_bytes, sharded.values())) * hosts.count(hosts[ranks.rank])
-
-    def check() -> None:
-        if needed > (free := free_host_bytes()):
-            raise CheckpointError(
-                f"full tensors on every rank need {needed:,} bytes on the host {hosts[ranks.rank]}, which has {free:,} "
-                "free. Set rank_0_only=True, or load a checkpoint into a new module in one process."
-            )
-
-    ranks.all_or_none("gathering the tables", check)
-    boxes = ranks.all_gather([[chunk.box for chunk in chunked.chunks] for chunked in sharded.values()])
-    full = {
-        key: _send(chunked, [rank_boxes[i] for rank_boxes in boxes], ranks, None, to_all=True)
-        for i, (key, chunked) in enumerate(sharded.items())
-    }
-    return {**state, **full}
-
-
-def gather_on_rank_0(state: Any, ranks: Ranks, group: Any = None) -> Any:
-    """Collective. Return nested dicts and lists with full tensors, on the host of rank 0, in place of sharded ones.
-
-    Other ranks get empty tensors in their place. They go to rank 0 one after the other, in blocks of 64 MiB, so that no
-    device holds more than its own shards and a block.
+    Other ranks get empty tensors in their place, but with `everywhere`. They are sent one after the other, in blocks of
+    64 MiB, so that no device holds more than its own shards and a block.
     group: a gloo group to send them over, for a thread; None: the default group.
-    Raises CheckpointError on every rank: rank 0 has not enough free memory for them.
+    Raises CheckpointError on every rank: a host has not enough free memory for those of its ranks.
     """
     sharded: list[ChunkedTensor] = []
 
-    def collected(value: Any, path: str) -> Any:
-        chunked = as_chunked(value)
-        if chunked is None:
-            return map_nested(value, path, collected)
+    def collect(value: Any, path: str) -> Any:
+        if (chunked := as_chunked(value)) is None:
+            return map_nested(value, path, collect)
         sharded.append(chunked)
         return chunked
 
-    state = collected(state, "")
-    ranks.all_or_none("gathering the tables", lambda: _check_memory(sharded, ranks.rank))
+    state = collect(state, "")
+    host = platform.node()
+    ranks_of_host = ranks.all_gather(host).count(host) if everywhere else int(ranks.rank == 0)
+    needed = sum(map(num_bytes, sharded)) * ranks_of_host
+
+    def check() -> None:
+        if needed <= (free := free_host_bytes()):
+            return
+        if everywhere:
+            raise CheckpointError(
+                f"full tensors on every rank need {needed:,} bytes on the host {host}, which has {free:,} "
+                "free. Set rank_0_only=True, or load a checkpoint into a new module in one process."
+            )
+        raise CheckpointError(
+            f"a checkpoint in one file gathers the tables on rank 0: {needed:,} bytes, but its host has {free:,} free. "
+            "Set checkpoint={'distributed': True}, where each rank writes its own shards."
+        )
+
+    ranks.all_or_none("gathering the tables", check)
     boxes = ranks.all_gather([[chunk.box for chunk in chunked.chunks] for chunked in sharded])
     full = {
-        id(chunked): _send(chunked, [rank_boxes[i] for rank_boxes in boxes], ranks, group, to_all=False)
+        id(chunked): _send(chunked, [rank_boxes[i] for rank_boxes in boxes], ranks, group, everywhere)
         for i, chunked in enumerate(sharded)
     }
 
@@ -186,7 +170,8 @@ def _send(chunked: ChunkedTensor, boxes: list[list[Box]], ranks: Ranks, group: A
     full = torch.empty(chunked.shape if receives else 0, dtype=chunked.dtype)
     zero = (0,) * len(chunked.shape)
     local_chunks = {chunk.box: chunk.tensor for chunk in chunked.chunks}
-    device = torch.device("cpu") if ranks.num_ranks == 1 or group is not None else _device()
+    uses_gpu = ranks.num_ranks > 1 and group is None and dist.get_backend() == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if uses_gpu else torch.device("cpu")
     for source, source_boxes in enumerate(boxes):
         for offsets, shape in source_boxes:
             for first, count in row_ranges(shape, chunked.dtype.itemsize):
@@ -206,16 +191,3 @@ def _send(chunked: ChunkedTensor, boxes: list[list[Box]], ranks: Ranks, group: A
                 if receives:
                     narrowed(full, zero, box).copy_(rows)
     return full
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-
-
-def _check_memory(tensors: list[ChunkedTensor], rank: int) -> None:
-    needed = sum(map(num_bytes, tensors))
-    if rank == 0 and needed > (free := free_host_bytes()):
-        raise CheckpointError(
-            f"a checkpoint in one file gathers the tables on rank 0: {needed:,} bytes, but its host has {free:,} free. "
-            "Set checkpoint={'distributed': True}, where each rank writes its own shards."
-        )

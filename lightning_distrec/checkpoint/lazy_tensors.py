@@ -90,7 +90,7 @@ def as_lazy(value: Any) -> LazyTensor | None:
     return value if isinstance(value, LazyTensor) else None
 
 
-def tensors_of(value: Any) -> dict[str, LazyTensor]:
+def collect_tensors(value: Any) -> dict[str, LazyTensor]:
     """Return the tensors in nested dicts, lists and tuples by their path, in order."""
     tensors: dict[str, LazyTensor] = {}
 

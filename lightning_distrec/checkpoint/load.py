@@ -103,7 +103,7 @@ class CheckpointFile:
 
     def changed_bytes(self, on_progress: Callable[[int], None]) -> set[str]:
         """Read all of it, and return its name where it has changed."""
-        return _changed(_records_of_files([self._path]), on_progress)
+        return _changed(_open_files([self._path]), on_progress)
 
     def _content(self, pickles: bool) -> dict[str, Any]:
         """Return a Lightning checkpoint; a bare state_dict becomes one."""
@@ -159,7 +159,7 @@ class CheckpointFolder:
             }
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error}.") from error
-        changed |= _changed(_records_of_files(sorted(self.path.glob("*.pt"))), on_progress)
+        changed |= _changed(_open_files(sorted(self.path.glob("*.pt"))), on_progress)
         return changed | _changed(StoredTensors(self.path).records(), on_progress)
 
     def _state(self, pickles: bool, reads_replicated: bool) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def _changed(records: Iterable[tuple[str, BinaryIO]], on_progress: Callable[[int
     return changed
 
 
-def _records_of_files(paths: list[Path]) -> Iterator[tuple[str, BinaryIO]]:
+def _open_files(paths: list[Path]) -> Iterator[tuple[str, BinaryIO]]:
     for path in paths:
         try:
             with open(path, "rb") as file:

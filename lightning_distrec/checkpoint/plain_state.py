@@ -247,39 +247,16 @@ def plain_optimizer_state(state: Mapping[str, Any]) -> dict[str, Any]:
     numbers = {name: number for number, name in enumerate(numbered_names(state))}
     groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
     states = {numbers[name]: values for name, values in state["state"].items()}
-    return {**_marks(state), "state": states, "param_groups": groups}
+    return {**_extra_entries(state), "state": states, "param_groups": groups}
 
 
 def named_optimizer_state(state: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
     """Return an optimizer's state by names again. names: of the parameters, in the order of their numbers."""
     groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
     states = {names[number]: values for number, values in state["state"].items()}
-    return {**_marks(state), "state": states, "param_groups": groups}
+    return {**_extra_entries(state), "state": states, "param_groups": groups}
 
 
-def _marks(state: Mapping[str, Any]) -> dict[str, Any]:
+def _extra_entries(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is saved next to an optimizer's state and its groups, in whichever form they are."""
     return {key: value for key, value in state.items() if key not in ("optimizer", "state", "param_groups")}
-
-
-def state_by_name(
-    saved: Mapping[str, Any], names: list[dict[str, Any]], label: str
-) -> tuple[dict[str, Mapping[str, Any]], set[str]]:
-    """Return the saved state by parameters' names, and the names of all that the optimizer had.
-
-    A state of torch's own has numbers for names, which count the parameters in the order of the groups.
-    """
-    if "optimizer" in saved:
-        return dict(saved["state"]), {name for group in saved["param_groups"] for name in group["params"]}
-    states: dict[str, Mapping[str, Any]] = {}
-    for j, (group, named) in enumerate(zip(saved["param_groups"], names, strict=True)):
-        if len(group["params"]) != len(named):
-            raise CheckpointError(
-                f"{label}: param group {j} has {len(named)} parameters, and the checkpoint's had "
-                f"{len(group['params'])}. Build the module and the groups that were saved, or start a new run from its "
-                "weights: checkpoint={'start_from': path}."
-            )
-        for index, name in zip(group["params"], named, strict=True):
-            if index in saved["state"]:
-                states[name] = saved["state"][index]
-    return states, {name for named in names for name in named}

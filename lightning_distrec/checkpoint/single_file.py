@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_distrec.checkpoint.atomic_folder import FORMAT
 from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
-from lightning_distrec.checkpoint.host_copies import copy_to_host, free_host_bytes, gather_on_rank_0, num_bytes
+from lightning_distrec.checkpoint.host_copies import copy_to_host, free_host_bytes, gather_full, num_bytes
 from lightning_distrec.checkpoint.plain_state import (
     STORED,
     as_chunked,
@@ -87,7 +87,7 @@ class FileSnapshot:
 
     def full_content(self, ranks: RanksOfThread) -> dict[str, Any]:
         """Collective. Return what the file holds, on rank 0; an empty dict on the others."""
-        full = gather_on_rank_0(dict(self.tensors), ranks, ranks.group)
+        full = gather_full(dict(self.tensors), ranks, group=ranks.group)
         states = ranks.all_gather(self.rank_state)
         if ranks.rank:
             return {}
@@ -150,7 +150,7 @@ def take_file_snapshot(content: RankContent, ranks: Ranks) -> FileSnapshot:
     return FileSnapshot(content.path, state, tensors, rank_state, extra)
 
 
-def plan_in(path: Path) -> bytes:
+def read_plan(path: Path) -> bytes:
     """Return the plan that a checkpoint's file holds; the content of a file that is no checkpoint of ours.
 
     Raises OSError: there is no such file.

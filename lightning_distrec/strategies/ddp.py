@@ -119,7 +119,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
             refuse_powersgd(run.module, str(trainer.precision))
             # Before DDP wraps the module: the hook is registered with the wrapper, once.
             run.compression = PowerSGD(run.module, self._powersgd, self._exchange.bucket_cap_mb)
-            run.session.checkpoints.positions.keep_by_rank("powersgd", run.compression)
+            run.session.checkpoints.positions.keep_rank_state("powersgd", run.compression)
         super().setup(trainer)
         # After setup, when optimizers exist: their state takes its part of the memory that activations may fill.
         run.activations.usable_bytes = lambda: activation_budget(self, run.module, self.optimizers, 1)
@@ -149,7 +149,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         partition = ZeroPartition(self.world_size)
         for optimizer in self.optimizers:
             run.undo.callback(partition_steps(optimizer, partition, self.global_rank))
-        run.session.checkpoints.use_state_ranks(StateRanks(partition.rank_of))
+        run.session.checkpoints.state_ranks = StateRanks(partition.rank_of)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

@@ -157,7 +157,7 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
             parameters = partial(present_parameters, module)
             clipping = clip_over_all_ranks(self.precision_plugin, parameters, {}, num_replicas=ranks.num_replicas)
             run.undo.enter_context(clipping)
-            run.session.checkpoints.use_state_ranks(state_ranks(module, layout, ranks))
+            run.session.checkpoints.state_ranks = state_ranks(module, layout, ranks)
         self.setup_precision_plugin()
         run.session.checkpoints.positions.data_ranks = ranks.replica, ranks.num_replicas
         run.session.checkpoints.begin(tables=None)
@@ -230,7 +230,7 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
         state: dict[str, Any] = {name: parameters[name].detach()}
         layout = layout_of(self.module)
         state = state if layout is None else chunked_state(state, layout, self.ranks)
-        full: Tensor = self.session.checkpoints.full_state_everywhere(state)[name]
+        full: Tensor = self.session.checkpoints.full_state(state, everywhere=True)[name]
         first, last = rows_of(name, rows, full.shape[0] if full.dim() else 1)
         return full[first:last].clone() if full.dim() else full.clone()
 

@@ -162,7 +162,7 @@ class TorchRecRun(Run):
             self.undo.callback(tables.release)
             self.undo.enter_context(skip_idle_record_functions())
             if noted := NotedIds(tables.shards.mappings):
-                checkpoints.positions.keep_by_rank("noted_ids", noted)
+                checkpoints.positions.keep_rank_state("noted_ids", noted)
         elif shards_dense:
             raise ConfigError(
                 "dense='fsdp': the module has no embedding tables that torchrec_sharded would shard. Use "

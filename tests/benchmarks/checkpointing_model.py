@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchrec.distributed.types import ShardedTensor
 
 from lightning_distrec.checkpoint.contents import read_contents
-from lightning_distrec.checkpoint.lazy_tensors import read_blocks, tensors_of
+from lightning_distrec.checkpoint.lazy_tensors import collect_tensors, read_blocks
 from lightning_distrec.chunks import LazyTensor
 from tests.benchmarks.performance_model import DIM, LEARNING_RATE, NUM_TABLES, Batches, as_dict, make_net, table_bytes
 
@@ -122,7 +122,7 @@ def must_be_saved(path: Path, seed: int, rank: int, num_ranks: int) -> None:
 
 def tables_in(path: Path) -> dict[str, LazyTensor]:
     """Return the tables in our folder, and their state, by the names that they have there."""
-    found = tensors_of(read_contents(path).checkpoint)
+    found = collect_tensors(read_contents(path).checkpoint)
     return {name: whole for name, whole in found.items() if "t_f" in name and whole.shape}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_distrec import NormalizeRows
 from lightning_distrec.checkpoint.contents import read_contents
 from lightning_distrec.checkpoint.difference import Mark, read_mark
-from lightning_distrec.checkpoint.lazy_tensors import tensors_of
+from lightning_distrec.checkpoint.lazy_tensors import collect_tensors
 from tests.support.click_model import rank_loader, seeded
 from tests.support.ranks import rank_and_num_ranks
 from tests.support.resuming import Changed
@@ -194,10 +194,10 @@ def series_in(folder: Path) -> dict[str, Mark]:
 def tensors_in(path: Path) -> dict[str, Tensor]:
     """Return weights and optimizer state, by place, without parameters' names and numbers."""
     checkpoint = read_contents(path).checkpoint
-    found = {f"weights/{where}": lazy for where, lazy in tensors_of(checkpoint["state_dict"]).items()}
+    found = {f"weights/{where}": lazy for where, lazy in collect_tensors(checkpoint["state_dict"]).items()}
     for i, state in enumerate(checkpoint["optimizer_states"]):
         for j, of_parameter in enumerate(state["state"].values()):
-            found |= {f"{i}/{j}/{where}": lazy for where, lazy in tensors_of(of_parameter).items()}
+            found |= {f"{i}/{j}/{where}": lazy for where, lazy in collect_tensors(of_parameter).items()}
     return {where: lazy.read().clone() for where, lazy in found.items()}
 
 

@@ -13,7 +13,7 @@ from rich.table import Table as TextTable
 
 from lightning_distrec.checkpoint.contents import read_contents
 from lightning_distrec.checkpoint.difference import read_mark
-from lightning_distrec.checkpoint.lazy_tensors import tensors_of
+from lightning_distrec.checkpoint.lazy_tensors import collect_tensors
 from lightning_distrec.checkpoint.load import Loaded
 from lightning_distrec.checkpoint.save import PLAN_FILE
 from lightning_distrec.chunks import LazyTensor, num_bytes
@@ -87,19 +87,19 @@ def describe(path: Path) -> Description:
     files = [file for file in path.iterdir() if file.is_file()] if path.is_dir() else [path]
     size = sum(file.stat().st_size for file in files)
     try:
-        return _description_of(path, read_contents(path), size)
+        return _describe_contents(path, read_contents(path), size)
     except CheckpointError as error:
         kind = "folder" if path.is_dir() else "file"
         return Description(path=str(path), kind=kind, bytes_on_disk=size, problem=str(error))
 
 
-def _description_of(path: Path, contents: Loaded, bytes_on_disk: int) -> Description:
+def _describe_contents(path: Path, contents: Loaded, bytes_on_disk: int) -> Description:
     checkpoint, marker = contents.checkpoint, contents.marker or {}
     plan = marker.get("plan", {})
     state = checkpoint.get("state_dict")
     mark = read_mark(path, marker)
-    tables = {key: table_plan for name, table_plan in plan.items() for key in _keys_of(name)}
-    tensors = [_tensor(name, lazy, tables.get(name)) for name, lazy in tensors_of(state).items()]
+    tables = {key: table_plan for name, table_plan in plan.items() for key in _weight_keys(name)}
+    tensors = [_tensor(name, lazy, tables.get(name)) for name, lazy in collect_tensors(state).items()]
     return Description(
         path=str(path),
         kind=_kind(path, contents),
@@ -127,7 +127,7 @@ def _kind(path: Path, contents: Loaded) -> str:
     return "safetensors file" if path.suffix == ".safetensors" else "state_dict"
 
 
-def _keys_of(table: str) -> list[str]:
+def _weight_keys(table: str) -> list[str]:
     """Return the names that a table's weight may have: of an nn.Embedding, and in torchrec's two collections."""
     collection, _, name = table.rpartition(".")
     in_collections = [f"{collection}.{kind}.{name}.weight" for kind in ("embedding_bags", "embeddings")]
@@ -148,7 +148,7 @@ def _tensor(name: str, lazy: LazyTensor, table_plan: Mapping[str, Any] | None) -
 
 
 def _optimizer_state(state: Mapping[str, Any]) -> OptimizerState:
-    tensors = tensors_of(state.get("state", {})).values()
+    tensors = collect_tensors(state.get("state", {})).values()
     total = sum(num_bytes(lazy) for lazy in tensors)
     return OptimizerState(optimizer=state.get("optimizer"), num_tensors=len(tensors), num_bytes=total)
 

@@ -17,9 +17,9 @@ import torch
 
 from lightning_distrec.atomic_files import fsync
 from lightning_distrec.checkpoint.contents import read_contents
-from lightning_distrec.checkpoint.lazy_tensors import as_lazy, read_blocks, tensors_of
+from lightning_distrec.checkpoint.lazy_tensors import as_lazy, collect_tensors, read_blocks
 from lightning_distrec.checkpoint.plain_state import plain_optimizer_state
-from lightning_distrec.checkpoint.tools.torch_file import bytes_of, write_torch_file
+from lightning_distrec.checkpoint.tools.torch_file import block_bytes, write_torch_file
 from lightning_distrec.chunks import LazyTensor, num_bytes
 from lightning_distrec.errors import CheckpointError
 
@@ -62,7 +62,7 @@ def write_safetensors(path: Path, state: Mapping[str, Any], on_progress: Callabl
 def _write_bytes(file: IO[bytes], lazy: LazyTensor, on_progress: Callable[[int], None]) -> None:
     """Write a tensor. A function of its own, so that no block of it is held while the next tensor is read."""
     for block in read_blocks(lazy):
-        on_progress(file.write(bytes_of(block)))
+        on_progress(file.write(block_bytes(block)))
 
 
 def _exportable(name: str, value: Any) -> LazyTensor:
@@ -121,8 +121,8 @@ def export(
             f"{target}: --pickles reads weights alone, and a Lightning checkpoint needs more. Name it *.safetensors or "
             "*.pt."
         )
-    value = _content_for(source, target, pickles)
-    total = sum(num_bytes(lazy) for lazy in tensors_of(value).values())
+    value = _read_content(source, target, pickles)
+    total = sum(num_bytes(lazy) for lazy in collect_tensors(value).values())
     _check_disk_space(target, total)
     written = 0
 
@@ -154,7 +154,7 @@ def _must_be_free(target: Path, overwrite: bool) -> None:
         raise CheckpointError(f"{target}: the folder {target.parent} does not exist. Create it first.")
 
 
-def _content_for(source: Path, target: Path, pickles: bool) -> dict[str, Any]:
+def _read_content(source: Path, target: Path, pickles: bool) -> dict[str, Any]:
     """Return what to write, with handles for tensors."""
     checkpoint = read_contents(source, pickles).checkpoint
     if not isinstance(state := checkpoint.get("state_dict"), dict):

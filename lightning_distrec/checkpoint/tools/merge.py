@@ -13,7 +13,7 @@ from lightning_distrec.atomic_files import write_file
 from lightning_distrec.checkpoint.atomic_folder import UnfinishedFolder
 from lightning_distrec.checkpoint.contents import open_checkpoint, read_contents, verify
 from lightning_distrec.checkpoint.difference import CHANGED, INCREMENTAL, ROW_IDS, Difference
-from lightning_distrec.checkpoint.lazy_tensors import tensors_of
+from lightning_distrec.checkpoint.lazy_tensors import collect_tensors
 from lightning_distrec.checkpoint.plain_state import CHUNKED, STORED, map_nested, read_plain, to_bytes
 from lightning_distrec.checkpoint.save import PLAN_FILE, STATE_FILE, rank_file
 from lightning_distrec.checkpoint.storage import write_tensors
@@ -34,7 +34,7 @@ def merge(source: Path, target: Path) -> None:
         raise CheckpointError(f"{target} exists already. Choose another name.")
     if changed := verify(source):
         raise CheckpointError(f"{source} is damaged: {changed[0]} does not match its checksum.")
-    handles = tensors_of(read_contents(source).checkpoint)
+    handles = collect_tensors(read_contents(source).checkpoint)
     state, tensors = _full_state(read_plain(source / STATE_FILE), handles)
     marker = difference.folder.marker
     copied = [PLAN_FILE, *(rank_file(rank) for rank in range(marker["num_ranks"]))]
@@ -67,7 +67,7 @@ def _full_state(raw: Any, handles: Mapping[str, LazyTensor]) -> tuple[Any, dict[
             return map_nested(item, place, put)
         lazy = handles[place]
         shape = tuple(lazy.shape)
-        later: Any = _Later(lazy, 0, shape)
+        later: Any = _LazyRows(lazy, 0, shape)
         tensors[place] = ChunkedTensor(shape, lazy.dtype, [Chunk((0,) * len(shape), later)])
         return {STORED: place, "shape": shape, "dtype": lazy.dtype, CHUNKED: item.get(CHUNKED, True)}
 
@@ -76,7 +76,7 @@ def _full_state(raw: Any, handles: Mapping[str, LazyTensor]) -> tuple[Any, dict[
 
 
 @dataclass(frozen=True)
-class _Later:
+class _LazyRows:
     """Rows of a tensor in a file, with what the writer asks of a tensor; `detach` reads them."""
 
     lazy: LazyTensor
@@ -93,8 +93,8 @@ class _Later:
     def size(self) -> torch.Size:
         return torch.Size(self.shape)
 
-    def __getitem__(self, rows: slice) -> "_Later":
-        return _Later(self.lazy, self.first + rows.start, (rows.stop - rows.start, *self.shape[1:]))
+    def __getitem__(self, rows: slice) -> "_LazyRows":
+        return _LazyRows(self.lazy, self.first + rows.start, (rows.stop - rows.start, *self.shape[1:]))
 
     def detach(self) -> Tensor:
         tensor = torch.empty(self.shape, dtype=self.lazy.dtype)

@@ -14,7 +14,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from lightning_distrec.checkpoint.lazy_tensors import as_lazy, read_blocks, tensors_of
+from lightning_distrec.checkpoint.lazy_tensors import as_lazy, collect_tensors, read_blocks
 from lightning_distrec.checkpoint.plain_state import map_nested
 from lightning_distrec.chunks import LazyTensor, num_bytes
 from lightning_distrec.errors import CheckpointError
@@ -36,10 +36,10 @@ def write_torch_file(path: Path, value: Any, on_progress: Callable[[int], None])
     storage of its own, even if two names share one.
     Raises CheckpointError: a tensor is not dense, or not in a dict, list or tuple; OSError.
     """
-    tensors = tensors_of(value)
+    tensors = collect_tensors(value)
     _write_without_bytes(path, value, tensors)
     records = _records(path)
-    in_order = _in_order_of_file(path, tensors)
+    in_order = _order_by_file(path, tensors)
     if [size for _, size in records] != [num_bytes(lazy) for lazy in in_order]:
         raise CheckpointError(
             f"torch.save wrote {len(records)} tensors, but {len(in_order)} were found: one is inside of something "
@@ -95,13 +95,13 @@ def _records(path: Path) -> list[tuple[int, int]]:
     return sorted(records)
 
 
-def _in_order_of_file(path: Path, tensors: dict[str, LazyTensor]) -> list[LazyTensor]:
+def _order_by_file(path: Path, tensors: dict[str, LazyTensor]) -> list[LazyTensor]:
     """Return the tensors that are not empty, in the file's order.
 
     Only torch knows which record belongs to which tensor. It maps the file as one block of memory, so that the
     addresses of the loaded tensors are in the order of the records.
     """
-    written = tensors_of(torch.load(path, weights_only=True, mmap=True))
+    written = collect_tensors(torch.load(path, weights_only=True, mmap=True))
     addresses = {name: written[name].read().data_ptr() for name, lazy in tensors.items() if num_bytes(lazy)}
     return [tensors[name] for name in sorted(addresses, key=addresses.__getitem__)]
 
@@ -112,7 +112,7 @@ def _write_record(file: IO[bytes], header: int, lazy: LazyTensor, on_progress: C
     file.seek(sum(_HEADER.unpack(file.read(_HEADER.size))), 1)
     checksum = 0
     for block in read_blocks(lazy):
-        content = bytes_of(block)
+        content = block_bytes(block)
         file.write(content)
         checksum = zlib.crc32(content, checksum)
         on_progress(len(content))
@@ -136,6 +136,6 @@ def _write_directory(file: IO[bytes], path: Path, checksums: dict[int, int]) -> 
         begin += _ENTRY.size + sum(lengths)
 
 
-def bytes_of(block: Tensor) -> memoryview:
+def block_bytes(block: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the host."""
     return block.reshape(-1).view(torch.uint8).numpy().data

@@ -43,7 +43,7 @@ class ChangedTables:
         shards = tables.shards.shards
         self._unfused = [n for n, u in tables.updates.items() if not u.in_backward and not shards[n][0].replicated]
         """Tables whose gradients are left to the user's optimizers."""
-        self._written = {name: _Writes(partial(self.memory_of, name)) for name in tables.shards.shards}
+        self._written = {name: _Writes(partial(self.table_memory, name)) for name in tables.shards.shards}
         for optimizer in tables.all_optimizers if self._unfused else ():
             self._undo.append(optimizer.register_step_pre_hook(self._before_update).remove)
             self._undo.append(optimizer.register_step_post_hook(self._after_update).remove)
@@ -79,7 +79,7 @@ class ChangedTables:
                 reasons[name] = "something besides its optimizer has written its rows, a callback for example"
         return reasons
 
-    def memory_of(self, name: str) -> list[Tensor]:
+    def table_memory(self, name: str) -> list[Tensor]:
         """Return what this rank has of a table: its weights and its optimizer's state."""
         weights = [shard.weight for shard in self._shards(name)]
         states = [state for shard in self._shards(name) for state in self._fused_state.get(id(shard), [])]
@@ -110,7 +110,7 @@ class ChangedTables:
 
     def _after_update(self, *_: Any) -> None:
         for name in self._unfused:
-            self._written[name].forgive()
+            self._written[name].accept()
 
 
 class _Writes:
@@ -125,7 +125,7 @@ class _Writes:
     def begin(self) -> None:
         """Forget all writes so far."""
         self._is_written = False
-        self.forgive()
+        self.accept()
 
     def look(self) -> bool:
         """Return whether there was a write since `begin` that was not forgiven."""
@@ -136,7 +136,7 @@ class _Writes:
                 self._is_written = not are_same or versions_of(tensors) != self._versions
             return self._is_written
 
-    def forgive(self) -> None:
+    def accept(self) -> None:
         """Take no notice of writes since the last look: an update has made them."""
         with without_torch_function():
             self._tensors = self._memory()

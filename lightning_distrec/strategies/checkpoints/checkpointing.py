@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
-from lightning_distrec.checkpoint.host_copies import gather_everywhere, gather_on_rank_0
+from lightning_distrec.checkpoint.host_copies import gather_full
 from lightning_distrec.checkpoint.load import Loaded
 from lightning_distrec.checkpoint.plain_state import as_chunked
 from lightning_distrec.checkpoint.save import STATE_FILE, RankContent, Saver, Snapshot, rank_file, take_folder_snapshot
@@ -54,10 +54,10 @@ def announce_in_flight(trainer: Trainer, saver: Saver) -> None:
                     "ModelCheckpoint(save_last='link') and async_save: the link would lead to a checkpoint that is "
                     "not there yet. Set save_last=True."
                 )
-            callback.file_exists = partial(_exists, saver, callback)  # type: ignore[method-assign]
+            callback.file_exists = partial(_is_written, saver, callback)  # type: ignore[method-assign]
 
 
-def _exists(saver: Saver, callback: ModelCheckpoint, filepath: Any, trainer: Trainer) -> bool:
+def _is_written(saver: Saver, callback: ModelCheckpoint, filepath: Any, trainer: Trainer) -> bool:
     is_being_written = saver.in_flight == Path(filepath).absolute()
     return is_being_written or type(callback).file_exists(callback, filepath, trainer)
 
@@ -89,14 +89,15 @@ class Checkpointing:
         self._tables: SavedTables | None = None
         self._job: JobFit | None = None
         self._incremental: IncrementalSaves | None = None
-        self._state_ranks: StateRanks | None = None
+        self.state_ranks: StateRanks | None = None
+        """Which ranks hold the optimizer state of a parameter, until the next run; None: all do."""
         self.positions = Positions(consensus)
         self._has_started = False
         self._warned: set[str] = set()
 
     def start_run(self, module: LightningModule, job: JobFit | None = None) -> None:
         """Drop what belongs to the run before; called when a run's set-up starts. job: what its checkpoints are of."""
-        self._module, self._tables, self._state_ranks, self._job, self._incremental = module, None, None, job, None
+        self._module, self._tables, self.state_ranks, self._job, self._incremental = module, None, None, job, None
         self.positions = Positions(self._ranks)
 
     def begin(self, tables: SavedTables | None) -> None:
@@ -123,10 +124,6 @@ class Checkpointing:
     def _table_optimizers(self) -> list[Optimizer]:
         return [] if self._tables is None else self._tables.table_optimizers
 
-    def use_state_ranks(self, state_ranks: StateRanks) -> None:
-        """Save the optimizer state of each parameter from the rank that holds it, until the next run."""
-        self._state_ranks = state_ranks
-
     def require_all_ranks(self) -> None:
         """Collective, before a checkpoint after an exception (by OnExceptionCheckpoint): it may be one rank's alone.
 
@@ -140,24 +137,19 @@ class Checkpointing:
                 "checkpoints are unchanged."
             )
 
-    def model_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the module's state as it is saved: tables as chunks."""
-        return {key: as_chunked(value) or value for key, value in state.items()}
+    def full_state(self, state: Mapping[str, Any], everywhere: bool = False) -> dict[str, Any]:
+        """Collective. Return a state with full tables on the host of rank 0, or of every rank.
 
-    def full_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Collective. Return a state with full tables on the host of rank 0; other ranks get it without them."""
-        gathered: dict[str, Any] = gather_on_rank_0(state, self._ranks)
-        if self._ranks.rank == 0:
-            return gathered
-        return {key: value for key, value in gathered.items() if as_chunked(state[key]) is None}
-
-    def full_state_everywhere(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Collective. Return a state with full tables on the host of every rank."""
-        return gather_everywhere(state, self._ranks)
+        The other ranks get it without tables.
+        """
+        full: dict[str, Any] = gather_full(state, self._ranks, everywhere=everywhere)
+        if everywhere or self._ranks.rank == 0:
+            return full
+        return {key: value for key, value in full.items() if as_chunked(state[key]) is None}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Collective. Return an optimizer's state as it is saved."""
-        return OptimizerStates(self._module, self._tables, self._ranks, self._state_ranks).of(optimizer)
+        return OptimizerStates(self._module, self._tables, self._ranks, self.state_ranks).collect(optimizer)
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, io: CheckpointIO, storage_options: Any) -> None:
         """Collective. Write a checkpoint, a folder or a file, or start to.
@@ -173,8 +165,8 @@ class Checkpointing:
             table_states = [self.optimizer_state(optimizer) | {OF_TABLES: True} for optimizer in self._table_optimizers]
             checkpoint["optimizer_states"] = [*checkpoint["optimizer_states"], *table_states]
         location: str = self._ranks.all_gather(str(path))[0]
-        rank_state = self.positions.take_out(checkpoint)
-        label = self._label_of(checkpoint, location)
+        rank_state = self.positions.extract_rank_state(checkpoint)
+        label = self._job_label(checkpoint, location)
         mark = {} if self._incremental is None else self._incremental.take(checkpoint, location)
         plan = {} if self._tables is None else _plan_in_words(self._tables.shards.plan)
         content = RankContent(
@@ -193,14 +185,14 @@ class Checkpointing:
         if not is_file:
             snapshot = take_folder_snapshot(content, self._ranks)
         else:
-            content = replace(content, checkpoint=self.positions.left_in(checkpoint, rank_state))
+            content = replace(content, checkpoint=self.positions.add_loader_states(checkpoint, rank_state))
             file = take_file_snapshot(content, self._ranks)
             snapshot = SnapshotForIO(file, io, location, storage_options) if uses_io else file
         self._saver.save(snapshot)
         if self._module.trainer.state.status != TrainerStatus.RUNNING:  # after the run nothing else waits for it
             self._saver.finish()
 
-    def _label_of(self, checkpoint: Mapping[str, Any], path: str) -> str:
+    def _job_label(self, checkpoint: Mapping[str, Any], path: str) -> str:
         """Return what a checkpoint says of its job; "" where a restart is not to go on from it.
 
         One that is saved after an exception may be of the middle of a step, which some parameters have made already.
@@ -256,14 +248,6 @@ class Checkpointing:
                 f"{path} is damaged: {STATE_FILE} or {rank_file(self._ranks.rank)} is not as written ({error!r})."
             ) from error
 
-    def keep_position(self, loader: Any) -> Any:
-        """Return a training loader whose position is in the checkpoints."""
-        return self.positions.keep(loader)
-
-    def on_train_start(self) -> None:
-        """Set random generators and Lightning's count of batches to where the checkpoint was saved, if any."""
-        self.positions.on_train_start(self._module.trainer)
-
     def _load(self, path: str | Path) -> Loaded:
         pickles, rank, num_ranks = self.options.pickles, self._ranks.rank, self._ranks.num_ranks
         io = self._module.trainer.strategy.checkpoint_io
@@ -291,7 +275,7 @@ class Checkpointing:
 
     def load_optimizers(self, checkpoint: Mapping[str, Any], optimizers: list[Optimizer]) -> None:
         """Collective. Load the optimizers' state, of tables too."""
-        states = OptimizerStates(self._module, self._tables, self._ranks, self._state_ranks)
+        states = OptimizerStates(self._module, self._tables, self._ranks, self.state_ranks)
         grow = self.options.grow_tables
         self._ranks.all_or_none(
             "loading a checkpoint",

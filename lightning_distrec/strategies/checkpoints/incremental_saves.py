@@ -22,7 +22,7 @@ from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError, ConfigError
 from lightning_distrec.strategies.checkpoints.changed_tables import ChangedTables
 from lightning_distrec.strategies.checkpoints.job_fit import JobFit
-from lightning_distrec.strategies.checkpoints.table_differences import as_difference, tensors_of_tables
+from lightning_distrec.strategies.checkpoints.table_differences import find_table_tensors, turn_into_difference
 from lightning_distrec.strategies.checkpoints.table_states import SavedTables
 
 FOLDER = "incremental_checkpoints"
@@ -124,12 +124,12 @@ class IncrementalSaves:
             self._base = None  # should this one fail, there is none, since what changed before is forgotten
             self._changed.begin()
             mark = Mark(id=drawn, series=self._series, changed={})
-            tensors = {tensor.path for tensor in tensors_of_tables(checkpoint, self._tables)}
+            tensors = {tensor.path for tensor in find_table_tensors(checkpoint, self._tables)}
             self._next_base = _Base(mark, self._writing.name, self._trainer.global_step, tensors)
             return {INCREMENTAL: asdict(mark)}
         base = self._base
         assert base is not None
-        rows = as_difference(checkpoint, self._changed, self._in_full, base.tensors, self._ranks)
+        rows = turn_into_difference(checkpoint, self._changed, self._in_full, base.tensors, self._ranks)
         mark = Mark(id=drawn, series=self._series, base_name=base.name, base_id=base.mark.id, changed=rows)
         return {INCREMENTAL: asdict(mark)}
 

@@ -28,8 +28,11 @@ REACHED = ".reached-"
 
 
 @dataclass
-class _Places:
+class Places:
+    """What a record says, as its file does."""
+
     start: str = ""
+    """The start of the fit that saved last; "" where it is not known."""
     folders: list[str] = field(default_factory=list)
     """Folders with checkpoints whose names end as Lightning's do."""
     files: list[str] = field(default_factory=list)
@@ -37,6 +40,7 @@ class _Places:
     elsewhere: list[str] = field(default_factory=list)
     """The last one that is on no file system."""
     has_ended: bool = False
+    """Whether the fit came to its end."""
 
 
 class JobRecord:
@@ -44,50 +48,31 @@ class JobRecord:
 
     def __init__(self, root: Path, name: str) -> None:
         self._path = root / FOLDER / f"{name}.json"
-        self._places = _Places()
+        self.places = Places()
         self._is_written = True
 
     def read(self) -> None:
         """Read what was written before this start. On rank 0; nothing where there is no record."""
         with contextlib.suppress(OSError, ValueError, TypeError):
-            self._places = _Places(**json.loads(self._path.read_text()))
-
-    def forget(self) -> None:
-        """Begin a new record. The old one stays on disk until something is saved."""
-        self._places = _Places()
-
-    @property
-    def start(self) -> str:
-        """The start of the fit that saved last; "" where it is not known."""
-        return self._places.start
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the fit came to its end."""
-        return self._places.has_ended
-
-    @property
-    def elsewhere(self) -> list[str]:
-        """Checkpoints that are on no file system, where they are not looked for."""
-        return self._places.elsewhere
+            self.places = Places(**json.loads(self._path.read_text()))
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing was saved."""
-        places = self._places
+        places = self.places
         return not (places.folders or places.files or places.elsewhere)
 
     def candidates(self, more_folders: list[Path]) -> list[Path]:
         """Return what may be a checkpoint of the fit. more_folders: to look into."""
-        folders = dict.fromkeys([*map(Path, self._places.folders), *more_folders])
+        folders = dict.fromkeys([*map(Path, self.places.folders), *more_folders])
         paths = [path for folder in folders for path in sorted(folder.glob(f"[!.]*{CHECKPOINT_SUFFIX}"))]
-        resolved = (path.resolve() for path in [*paths, *map(Path, self._places.files)])  # last.ckpt may be a link
+        resolved = (path.resolve() for path in [*paths, *map(Path, self.places.files)])  # last.ckpt may be a link
         return list(dict.fromkeys(path for path in resolved if path.exists()))
 
     def folders(self) -> list[Path]:
         """Return the folders in which checkpoints were saved."""
         return list(
-            dict.fromkeys([*map(Path, self._places.folders), *(Path(file).parent for file in self._places.files)])
+            dict.fromkeys([*map(Path, self.places.folders), *(Path(file).parent for file in self.places.files)])
         )
 
     def note_saving(self, path: str, start: str, is_alone: bool = False) -> None:
@@ -96,10 +81,10 @@ class JobRecord:
         start: of the fit; those of another start are not looked for any more. is_alone: others in its folder are not of
         this job.
         """
-        old_places = asdict(self._places)
-        if self._places.start != start:
-            self._places = _Places(start)
-        places, local = self._places, Path(path).absolute()
+        old_places = asdict(self.places)
+        if self.places.start != start:
+            self.places = Places(start)
+        places, local = self.places, Path(path).absolute()
         if "://" in path:
             places.elsewhere = [path]
         elif is_alone or local.suffix != CHECKPOINT_SUFFIX:
@@ -109,10 +94,10 @@ class JobRecord:
         if asdict(places) != old_places:
             self._write()
 
-    def go_on(self) -> None:
+    def reopen(self) -> None:
         """Note that a fit that may have come to its end goes on. On rank 0."""
-        if self._places.has_ended:
-            self._places.has_ended = False
+        if self.places.has_ended:
+            self.places.has_ended = False
             self._write()
 
     def end(self) -> None:
@@ -123,7 +108,7 @@ class JobRecord:
                 self._path.unlink(missing_ok=True)
                 self._path.parent.rmdir()  # where it is the last one
             return
-        self._places.has_ended = True
+        self.places.has_ended = True
         self._write()
 
     def note_reached(self, step: int) -> None:
@@ -150,7 +135,7 @@ class JobRecord:
         try:
             if not self._path.exists():
                 self._remove_old()
-            replace_file(self._path, json.dumps(asdict(self._places), indent=1).encode())
+            replace_file(self._path, json.dumps(asdict(self.places), indent=1).encode())
         except OSError as error:
             if self._is_written:
                 self._is_written = False
@@ -229,7 +214,7 @@ class JobFit:
     def has_label(self, label: str) -> bool:
         """Whether a checkpoint is of this fit, of the start in the record if that is known."""
         name, _, start = label.rpartition("@")
-        return self.has_name and name == self.name and self.record.start in ("", start)
+        return self.has_name and name == self.name and self.record.places.start in ("", start)
 
     def note_saving(self, path: str) -> None:
         """Note where a checkpoint will be, before it is written. On every rank; rank 0 writes."""

@@ -68,7 +68,7 @@ POSITIONS = "distrec_positions"
 """Key of the loaders' positions in the fit loop's state. Stock Lightning, which could not use them, ignores it."""
 
 
-class KeptByRank(Protocol):
+class RankState(Protocol):
     """Something of which each rank has its own state."""
 
     def state(self) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class Positions:
         self.data_ranks = ranks.rank, ranks.num_ranks
         """This rank's number among those that share out the samples, and how many these are."""
         self._loaders: list[Any] = []
-        self._kept_by_rank: dict[str, KeptByRank] = {}
+        self._rank_states: dict[str, RankState] = {}
         self._generators: Mapping[str, Any] | None = None
         """The state of the random generators in the checkpoint that the run resumes from."""
         self._begins_at_an_end = False
@@ -98,16 +98,16 @@ class Positions:
         self._loaders.append(positioned)
         return positioned
 
-    def keep_by_rank(self, name: str, holder: "KeptByRank") -> None:
+    def keep_rank_state(self, name: str, holder: "RankState") -> None:
         """Save what each rank has of its own under this name."""
-        self._kept_by_rank[name] = holder
+        self._rank_states[name] = holder
 
     @property
     def _are_kept(self) -> bool:
         """Whether all loaders keep their position here; such ones draw no random numbers before their first batch."""
         return all(isinstance(loader, PositionedLoader) for loader in self._loaders)
 
-    def take_out(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    def extract_rank_state(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Collective. Return what this rank alone saves: its loaders' states and its random generators.
 
         Positions that any number of ranks can use stay in the checkpoint, under POSITIONS.
@@ -116,10 +116,10 @@ class Positions:
         loader_states: list[Any] = state.pop("combined_loader", [])
         if shared := states_of_all_ranks(self._ranks.all_gather(loader_states)):
             state[POSITIONS] = shared
-        states = {name: holder.state() for name, holder in self._kept_by_rank.items()}
+        states = {name: holder.state() for name, holder in self._rank_states.items()}
         return {"loaders": loader_states, "generators": generator_states(), **states}
 
-    def left_in(self, checkpoint: dict[str, Any], rank_state: dict[str, Any]) -> dict[str, Any]:
+    def add_loader_states(self, checkpoint: dict[str, Any], rank_state: dict[str, Any]) -> dict[str, Any]:
         """Return a checkpoint for stock Lightning, which takes rank 0's loaders' states where there is no position."""
         fit_loop = checkpoint["loops"]["fit_loop"]
         state = fit_loop["state_dict"]
@@ -147,7 +147,7 @@ class Positions:
                     "the checkpoint holds a state of the dataloader for each of its ranks, which does not fit another "
                     "number of ranks: an epoch that it was in the middle of starts again."
                 )
-        for name, holder in self._kept_by_rank.items():
+        for name, holder in self._rank_states.items():
             holder.restore((loaded.rank_state or {}).get(name), (loaded.rank_0_state or {}).get(name))
         adapt_progress(fit_loop, self.data_ranks[1])
         epochs = fit_loop["epoch_progress"]["current"]

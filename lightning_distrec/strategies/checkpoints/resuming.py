@@ -14,10 +14,8 @@ from lightning_distrec.checkpoint.atomic_folder import clean_up
 from lightning_distrec.checkpoint.contents import open_checkpoint
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError
-from lightning_distrec.strategies.checkpoints.job_fit import JobFit, new_label
+from lightning_distrec.strategies.checkpoints.job_fit import JobFit, Places, new_label
 from lightning_distrec.units import quantity
-
-OVER = "To start over, set another run_name, or stopping={'resume': 'never'}."
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ class Resuming:
         self._explain(newest, ckpt_path)
         self.job.note_saving(newest.path)
         if ranks.rank == 0:
-            self.job.record.go_on()
+            self.job.record.reopen()
         return newest.path
 
     def keep_folders(self, path: Any, checkpoint: Mapping[str, Any]) -> None:
@@ -100,8 +98,8 @@ class Resuming:
         """Return path, step and label of the job's checkpoints, the furthest first. On rank 0."""
         job, record = self.job, self.job.record
         record.read()
-        if record.has_ended and not self._attempt and not job.is_named_by_user:
-            record.forget()
+        if record.places.has_ended and not self._attempt and not job.is_named_by_user:
+            record.places = Places()  # the old one stays on disk until something is saved
             return []
         for folder in [*record.folders(), *self._dirpaths]:
             with suppress(OSError):  # it may not be writable; then it was not this attempt's either
@@ -118,43 +116,40 @@ class Resuming:
                 checkpoints.append((origin.step, origin.written, str(path), origin.job))
         return [(path, step, label) for step, _, path, label in sorted(checkpoints, reverse=True)]
 
-    def _explain(self, newest: ResumePoint, ckpt_path: Any) -> None:
-        beginning = f"Restarted ({self._launcher}, attempt {self._attempt})" if self._attempt else "Started again"
-        words = [
-            f"{beginning}: training resumes from {newest.path}, step {newest.step}, the furthest complete checkpoint "
-            f"of the job {self.job.name}.",
-            self._trained_again(newest.step),
-        ]
-        if ckpt_path:
-            words.append(f"ckpt_path={str(ckpt_path)!r} was for its first start.")
-        rank_zero_info(" ".join([*words, OVER]))
+    def _beginning(self) -> str:
+        return f"Restarted ({self._launcher}, attempt {self._attempt})" if self._attempt else "Started again"
 
-    def _trained_again(self, step: int) -> str:
-        record = self.job.record
-        reached = record.reached()
-        if record.has_ended:
-            return "The fit had come to its end."
-        if reached is None:
-            return "No rank could note how far the job had come, so how many steps are trained again is not known."
-        num_steps = max(0, reached - step)
-        verb = "is" if num_steps == 1 else "are"
-        return f"The job had come to step {step + num_steps}: {quantity(num_steps, 'step')} {verb} trained again."
+    def _explain(self, newest: ResumePoint, ckpt_path: Any) -> None:
+        places, reached = self.job.record.places, self.job.record.reached()
+        if places.has_ended:
+            progress = "The fit had come to its end."
+        elif reached is None:
+            progress = "No rank could note how far the job had come, so how many steps are trained again is not known."
+        else:
+            num_steps = max(0, reached - newest.step)
+            steps = f"{quantity(num_steps, 'step')} {'is' if num_steps == 1 else 'are'} trained again."
+            progress = f"The job had come to step {newest.step + num_steps}: {steps}"
+        unused_path = f" ckpt_path={str(ckpt_path)!r} was for its first start." if ckpt_path else ""
+        rank_zero_info(
+            f"{self._beginning()}: training resumes from {newest.path}, step {newest.step}, the furthest complete "
+            f"checkpoint of the job {self.job.name}. {progress}{unused_path} To start over, set another run_name, or "
+            "stopping={'resume': 'never'}."
+        )
 
     def _explain_first_start(self, ckpt_path: Any) -> None:
-        record = self.job.record
-        start = f"from {ckpt_path}" if ckpt_path else "at step 0"
         if not self._attempt:
             return
-        beginning = f"Restarted ({self._launcher}, attempt {self._attempt})"
+        elsewhere = self.job.record.places.elsewhere
+        beginning = f"{self._beginning()}: training starts {f'from {ckpt_path}' if ckpt_path else 'at step 0'}"
         if self._never:
-            rank_zero_info(f"{beginning}: training starts {start}, because of stopping={{'resume': 'never'}}.")
-        elif record.elsewhere:
+            rank_zero_info(f"{beginning}, because of stopping={{'resume': 'never'}}.")
+        elif elsewhere:
             rank_zero_warn(
-                f"{beginning}: training starts {start}. This job has saved {record.elsewhere[-1]}, but checkpoints are "
-                "looked for on file systems only: set ckpt_path to it."
+                f"{beginning}. This job has saved {elsewhere[-1]}, but checkpoints are looked for on file systems "
+                "only: set ckpt_path to it."
             )
         else:
             rank_zero_info(
-                f"{beginning}: training starts {start}. The job {self.job.name} has no complete checkpoint. "
+                f"{beginning}. The job {self.job.name} has no complete checkpoint. "
                 "ModelCheckpoint(every_n_train_steps=...) saves more often."
             )

@@ -32,7 +32,7 @@ class ShardPlace(NamedTuple):
     num_columns: int
     num_changed: int
 
-    def box_in(self, shape: tuple[int, ...], dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def locate(self, shape: tuple[int, ...], dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return where it lies in a tensor along the table: of elements, of one column, or of one number per row."""
         if len(shape) == 1:
             return (self.row,), (self.num_rows,)
@@ -57,7 +57,7 @@ class TensorOfTable:
         return tensor
 
 
-def tensors_of_tables(checkpoint: Mapping[str, Any], tables: SavedTables) -> list[TensorOfTable]:
+def find_table_tensors(checkpoint: Mapping[str, Any], tables: SavedTables) -> list[TensorOfTable]:
     """Return the sharded tensors of a checkpoint that lie along tables, weights and state; the same on every rank."""
     keys = tables.shards.keys_in_tree() | {table.key: table.full_name for table in tables.shards.tables}
     state = checkpoint["state_dict"]
@@ -69,7 +69,7 @@ def tensors_of_tables(checkpoint: Mapping[str, Any], tables: SavedTables) -> lis
     return [tensor for tensor in tensors if isinstance(tensor.tensor, ChunkedTensor)]
 
 
-def as_difference(
+def turn_into_difference(
     checkpoint: dict[str, Any],
     changed: ChangedTables,
     in_full: Mapping[str, str],
@@ -81,14 +81,14 @@ def as_difference(
     in_full: tables that stay as they are, the same on every rank. in_base: the tensors of tables that the base has.
     """
     tables = changed.tables
-    tensors = [t for t in tensors_of_tables(checkpoint, tables) if t.path in in_base and t.table not in in_full]
+    tensors = [t for t in find_table_tensors(checkpoint, tables) if t.path in in_base and t.table not in in_full]
     names = {tensor.table for tensor in tensors}
     shards = {name: [s for s in tables.shards.shards[name] if s.weight.numel()] for name in names}
     ids = {name: [changed.ids_of(shard) for shard in shards[name]] for name in names}
     local_places = {name: _places(shards[name], ids[name]) for name in names}
     dims = {table.full_name: table.config.embedding_dim for table in tables.shards.tables}
     with without_torch_function():
-        memory = {tensor.data_ptr() for name in names for tensor in changed.memory_of(name)}
+        memory = {tensor.data_ptr() for name in names for tensor in changed.table_memory(name)}
     chunks = {t.path: _chunks(t.tensor, local_places[t.table], dims[t.table], memory) for t in tensors}
     has_chunks = {path: tensor_chunks is not None for path, tensor_chunks in chunks.items()}
     per_rank = ranks.all_gather((local_places, has_chunks))
@@ -119,7 +119,7 @@ def as_difference(
                 if name not in row_ids:
                     table_ids = None if local_ids is None else (local_ids + place.row).to(id_type)
                     row_ids[name] = _on_one_rank((count,), id_type, table_ids)
-                offsets, box = place.box_in(shape, dims[tensor.table])
+                offsets, box = place.locate(shape, dims[tensor.table])
                 values = _on_one_rank((count, *box[1:]), dtype, rows)
                 entries.append({"offsets": offsets, "sizes": box, "ids": name, "rows": values})
         tensor.holder[tensor.key] = {CHANGED: entries, "shape": shape}
@@ -147,6 +147,6 @@ def _places(shards: list[LocalShard], ids: list[Tensor]) -> list[ShardPlace]:
 def _chunks(tensor: ChunkedTensor, places: list[ShardPlace], dim: int, memory: set[int]) -> list[Tensor] | None:
     """Return this rank's chunk of each place; None where one is a copy or an average of the table."""
     tensors = {chunk.box: chunk.tensor for chunk in tensor.chunks}
-    candidates = [tensors.get(place.box_in(tuple(tensor.shape), dim)) for place in places]
+    candidates = [tensors.get(place.locate(tuple(tensor.shape), dim)) for place in places]
     chunks = [chunk for chunk in candidates if chunk is not None and chunk.data_ptr() in memory]
     return chunks if len(chunks) == len(places) else None

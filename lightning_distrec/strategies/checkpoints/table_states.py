@@ -1,18 +1,27 @@
-"""What checkpoints need to know of sharded tables."""
+"""The optimizer state of sharded tables as checkpoints hold it: in the shape of the full table, whoever keeps it.
+
+A state lies along its table by element, by row, or as one column; FBGEMM keeps it for tables that are updated inside of
+backward, and torch's optimizers, by shard, for the others.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_distrec.checkpoint.lazy_tensors import as_lazy
+from lightning_distrec.chunks import Chunk, ChunkedTensor
 from lightning_distrec.errors import CheckpointError
 
 if TYPE_CHECKING:  # they load torchrec, which modules without tables have no use for
     from lightning_distrec.optimizers.translation import TableUpdate
+    from lightning_distrec.sharding.row_gradients import LocalShard
     from lightning_distrec.sharding.sharded_tables import ShardedTables
+    from lightning_distrec.sharding.tables import Table
 
 
 class SavedTables(Protocol):
@@ -44,9 +53,125 @@ class SavedTables(Protocol):
         """Continue counting the steps of a table's optimizer from here."""
 
 
-if TYPE_CHECKING:  # they load torchrec, which modules without tables do not need
-    from lightning_distrec.sharding.row_gradients import LocalShard
-    from lightning_distrec.sharding.tables import Table
+class SavedTable(NamedTuple):
+    """A table, this rank's shards of it, and the tables of its run."""
+
+    table: Table
+    shards: list[LocalShard]
+    tables: SavedTables
+
+    @property
+    def update(self) -> TableUpdate:
+        """What updates the table."""
+        return self.tables.updates[self.table.full_name]
+
+    def describe_state(self, optimizer: Optimizer) -> dict[str, tuple[str, Any]] | None:
+        """Return key -> how its value lies along the table, and its type or value; None if this rank has no rows."""
+        shard = next((shard for shard in self.shards if shard.weight.numel()), None)
+        if shard is None:
+            return None
+        described = {}
+        rows, columns = shard.weight.shape
+        kinds = {(rows, columns): "elements", (rows, 1): "columns of 1", (rows,): "rows"}
+        for key, value in optimizer.state.get(shard.weight, {}).items():
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                described[key] = ("value", value.cpu() if isinstance(value, Tensor) else value)
+            elif tuple(value.shape) in kinds:
+                described[key] = (kinds[tuple(value.shape)], value.dtype)
+            else:
+                raise CheckpointError(
+                    f"table '{shard.table}': {class_name(optimizer)} keeps '{key}' of shape {tuple(value.shape)} for a "
+                    f"shard of {rows} x {columns}, which belongs to no rows of it and cannot be saved. Save with "
+                    "save_weights_only=True, or give the table another optimizer."
+                )
+        return described
+
+    def collect_value(self, key: str, description: tuple[str, Any], optimizer: Optimizer) -> Any:
+        """Return a value of torch's state for the full table. description: see `describe_state`, the same on ranks."""
+        kind, value = description
+        if kind == "value":
+            return value
+        num_rows, dim = self.table.config.num_embeddings, self.table.config.embedding_dim
+        shape = {"elements": (num_rows, dim), "columns of 1": (num_rows, 1), "rows": (num_rows,)}[kind]
+        tensors = [(s, optimizer.state[s.weight][key]) for s in self.shards if s.weight.numel()]
+        if self.shards[0].replicated:
+            return tensors[0][1].detach()
+        is_first = self.tables.shards.groups.is_first
+        chunks = [Chunk(_offsets(shard, len(shape), kind), tensor) for shard, tensor in tensors if is_first]
+        return ChunkedTensor(shape, value, chunks)
+
+    def collect_fused(self) -> dict[str, Any]:
+        """Return the state that FBGEMM keeps of the table."""
+        state: dict[str, Any] = {}
+        config, memory = self.table.config, self.tables.shards.fused_state()
+        # Replicas of a table, in other groups of ranks, are equal: the first group's are saved.
+        shards = [s for s in self.shards if s.weight.numel() and self.tables.shards.groups.is_first]
+        for i, (key, per_row) in enumerate(self.update.state_keys):
+            chunks = [Chunk((s.row, 0 if per_row else s.column), _as_columns(memory[id(s)][i])) for s in shards]
+            columns = 1 if per_row else config.embedding_dim
+            state[key] = ChunkedTensor((config.num_embeddings, columns), torch.float32, chunks)
+        if state:
+            state["step"] = torch.tensor(float(self.tables.num_fused_steps(self.table.full_name)))
+        return state
+
+    def load_fused(self, parameter: nn.Parameter, values: Mapping[str, Any], grow: bool) -> None:
+        """Load one shard's saved state into FBGEMM's. grow: accept a table with more rows than were saved."""
+        memory, keys, shard = self.tables.shards.fused_state(), self.update.state_keys, self._shard(parameter)
+        for i, (key, _) in enumerate(keys):
+            lazy = as_lazy(values.get(key))
+            if lazy is None:
+                raise CheckpointError(
+                    f"table '{self.table.full_name}': the checkpoint's optimizer state has no '{key}', only "
+                    f"{sorted(values)}. It is another optimizer's."
+                )
+            kind = self._layout(self.table.key, key, lazy.shape, grow)
+            if shard.weight.numel():
+                tensor, num_dims = memory[id(shard)][i], len(lazy.shape)
+                target = tensor.detach().view(-1) if num_dims == 1 else _as_columns(tensor)
+                lazy.read_into([Chunk(_offsets(shard, num_dims, kind), target)])
+        if keys and "step" in values:
+            self.tables.set_fused_steps(self.table.full_name, round(float(values["step"])))
+
+    def read_local(
+        self, name: str, parameter: nn.Parameter, values: Mapping[str, Any], optimizer: Optimizer, grow: bool
+    ) -> dict[str, Any]:
+        """Return the saved state of one shard, for torch. name: of the table's weight. grow: see `load_fused`."""
+        shard = self._shard(parameter)
+        old_state = optimizer.state.get(parameter, {})
+        local: dict[str, Any] = {}
+        for key, value in values.items():
+            lazy = as_lazy(value)
+            if lazy is None or not lazy.shape:
+                local[key] = lazy.read().clone() if lazy is not None else value  # each shard counts its own steps
+                continue
+            kind = self._layout(name, key, lazy.shape, grow)
+            rows, columns = shard.weight.shape
+            shape = {"elements": (rows, columns), "columns of 1": (rows, 1), "rows": (rows,)}[kind]
+            start = old_state.get(key)
+            # Rows that the saved table had not keep the state with which the optimizer begins.
+            if isinstance(start, Tensor) and tuple(start.shape) == shape:
+                tensor = start.clone()
+            else:
+                tensor = torch.zeros(shape, dtype=lazy.dtype, device=shard.weight.device)
+            if tensor.numel():
+                lazy.read_into([Chunk(_offsets(shard, len(shape), kind), tensor)])
+            local[key] = tensor
+        return local
+
+    def _shard(self, parameter: nn.Parameter) -> LocalShard:
+        return next(shard for shard in self.shards if shard.weight is parameter)
+
+    def _layout(self, name: str, key: str, shape: Sequence[int], grow: bool) -> str:
+        """Return how a saved tensor lies along the table. Raises CheckpointError: it has other rows or columns."""
+        rows, dim = self.table.config.num_embeddings, self.table.config.embedding_dim
+        fits = shape[0] == rows or (grow and shape[0] < rows)
+        if fits and len(shape) == 1:
+            return "rows"
+        if fits and len(shape) == 2 and shape[1] in (dim, 1):
+            return "elements" if shape[1] == dim else "columns of 1"
+        raise CheckpointError(
+            f"'{name}' is {rows} x {dim}, but the checkpoint's optimizer state '{key}' of it is {tuple(shape)}."
+        )
 
 
 def class_name(optimizer: Optimizer) -> str:
@@ -54,51 +179,11 @@ def class_name(optimizer: Optimizer) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
-def describe(shards: list[LocalShard], optimizer: Optimizer) -> dict[str, tuple[str, Any]] | None:
-    """Return key -> how its value lies along the table, and its type or value; None if this rank has no rows."""
-    shard = next((shard for shard in shards if shard.weight.numel()), None)
-    if shard is None:
-        return None
-    described = {}
-    rows, columns = shard.weight.shape
-    kinds = {(rows, columns): "elements", (rows, 1): "columns of 1", (rows,): "rows"}
-    for key, value in optimizer.state.get(shard.weight, {}).items():
-        if not isinstance(value, Tensor) or value.dim() == 0:
-            described[key] = ("value", value.cpu() if isinstance(value, Tensor) else value)
-        elif tuple(value.shape) in kinds:
-            described[key] = (kinds[tuple(value.shape)], value.dtype)
-        else:
-            raise CheckpointError(
-                f"table '{shard.table}': {class_name(optimizer)} keeps '{key}' of shape {tuple(value.shape)} for a "
-                f"shard of {rows} x {columns}, which belongs to no rows of it and cannot be saved. Save with "
-                "save_weights_only=True, or give the table another optimizer."
-            )
-    return described
-
-
-def offsets_in_table(shard: LocalShard, dims: int, kind: str) -> tuple[int, ...]:
+def _offsets(shard: LocalShard, num_dims: int, kind: str) -> tuple[int, ...]:
     """Return where a shard's state begins in that of the full table."""
-    return (shard.row,) if dims == 1 else (shard.row, shard.column if kind == "elements" else 0)
+    return (shard.row,) if num_dims == 1 else (shard.row, shard.column if kind == "elements" else 0)
 
 
-def as_columns(tensor: Tensor) -> Tensor:
+def _as_columns(tensor: Tensor) -> Tensor:
     """Return a tensor with one number per row as a column; one with two dimensions as it is."""
     return tensor.detach() if tensor.dim() == 2 else tensor.detach().unsqueeze(1)
-
-
-def with_dims(tensor: Tensor, dims: int) -> Tensor:
-    """Return FBGEMM's state of a shard with as many dimensions as the saved one has."""
-    return tensor.detach().view(-1) if dims == 1 else as_columns(tensor)
-
-
-def layout_of(name: str, key: str, shape: Sequence[int], table: Table, grow: bool) -> str:
-    """Return how a saved tensor lies along the table. Raises CheckpointError: it has other rows or columns."""
-    rows, dim = table.config.num_embeddings, table.config.embedding_dim
-    fits = shape[0] == rows or (grow and shape[0] < rows)
-    if fits and len(shape) == 1:
-        return "rows"
-    if fits and len(shape) == 2 and shape[1] in (dim, 1):
-        return "elements" if shape[1] == dim else "columns of 1"
-    raise CheckpointError(
-        f"'{name}' is {rows} x {dim}, but the checkpoint's optimizer state '{key}' of it is {tuple(shape)}."
-    )

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_distrec.checkpoint.plain_state import as_chunked
 from lightning_distrec.cluster.process_exit import note_failure
 from lightning_distrec.errors import ConfigError, DistRecError, ShardingError, did_you_mean
 from lightning_distrec.host_memory import free_host_bytes
@@ -69,7 +70,7 @@ class CheckpointHooks(DDPStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        self.session.checkpoints.on_train_start()
+        self.session.checkpoints.positions.on_train_start(self.module.trainer)
 
     @override
     def on_validation_end(self) -> None:
@@ -87,7 +88,7 @@ class CheckpointHooks(DDPStrategy):
         if self.module.trainer.interrupted:
             note_failure()
             checkpoints.require_all_ranks()
-        return checkpoints.model_state(super().lightning_module_state_dict())
+        return {key: as_chunked(value) or value for key, value in super().lightning_module_state_dict().items()}
 
     def full_state_dict(self) -> dict[str, Any]:
         """Collective. Return the module's state with full tables on the host of rank 0, also after fit has ended.
@@ -112,7 +113,7 @@ class CheckpointHooks(DDPStrategy):
         # Before anything is dropped: collecting the state needs the shards, on every rank.
         state = self.lightning_module_state_dict()
         checkpoints, keeps = self.session.checkpoints, self.is_global_zero or not rank_0_only
-        full = checkpoints.full_state(state) if rank_0_only else checkpoints.full_state_everywhere(state)
+        full = checkpoints.full_state(state, everywhere=not rank_0_only)
         module, self.model, self.optimizers, self.lr_scheduler_configs = self.module, self.module, [], []
         self.put_weights_back(full if keeps else {})
         checkpoints.start_run(module)

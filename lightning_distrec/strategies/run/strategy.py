@@ -215,7 +215,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
             return dataloader
         loader = even(dataloader, self.session.consensus, self._uneven_inputs, rank_zero_warn)
         is_training = self.module.trainer.training
-        return self.session.checkpoints.keep_position(loader) if is_training else loader
+        return self.session.checkpoints.positions.keep(loader) if is_training else loader
 
     def before_training_step(self) -> AnyRun:
         """Begin every training step. Raises CheckpointError on every rank: a write in the background has failed."""

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_distrec import errors
 from lightning_distrec._compat.lightning_checkpoints import resumed_path
-from lightning_distrec.checkpoint.single_file import plan_in
+from lightning_distrec.checkpoint.single_file import read_plan
 from lightning_distrec.errors import ConfigError, PlanError
 from lightning_distrec.sharding.planning.checks import check_memory, plan_for_run
 from lightning_distrec.sharding.planning.constraints import TableConstraints
@@ -161,7 +161,7 @@ def follow(path: str, decisions: Decisions, facts: ClusterFacts) -> ShardingPlan
     not_updated = [name for name, update in decisions.updates.items() if update.kind == "frozen"]
     device = facts.topology.compute_device
     plan = plan_for_run(
-        load_plan(path, plan_in),
+        load_plan(path, read_plan),
         f"plan_file='{path}'",
         decisions.tables,
         decisions.constraints,

@@ -248,7 +248,7 @@ def test_the_package_runs_as_a_module() -> None:
 def test_an_export_that_gets_sigterm_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning_distrec.checkpoint.tools import torch_file
 
-    as_bytes = torch_file.bytes_of
+    as_bytes = torch_file.block_bytes
 
     def ask_to_end(piece: torch.Tensor) -> memoryview:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -256,7 +256,7 @@ def test_an_export_that_gets_sigterm_leaves_nothing(tmp_path: Path, monkeypatch:
 
     before = signal.getsignal(signal.SIGTERM)
     _folder(str(tmp_path / "a.ckpt"))
-    monkeypatch.setattr(torch_file, "bytes_of", ask_to_end)
+    monkeypatch.setattr(torch_file, "block_bytes", ask_to_end)
     with pytest.raises(SystemExit) as leaving:
         main.main(["export", str(tmp_path / "a.ckpt"), str(tmp_path / "out.pt")])
     assert leaving.value.code == 128 + signal.SIGTERM
