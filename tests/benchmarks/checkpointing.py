@@ -36,16 +36,16 @@ def main() -> int:
     began = time.monotonic()
     _tell(f"load before: {os.getloadavg()[0]:.1f}; what others do at the same time is measured, too")
 
-    def tell(said: str) -> None:
-        _tell(f"{time.monotonic() - began:.0f} s: {said}")
+    def tell(message: str) -> None:
+        _tell(f"{time.monotonic() - began:.0f} s: {message}")
 
     measured = measure(
-        num_rows, rounds, options.folder, lambda said: _tell(f"{time.monotonic() - began:.0f} s: {said}")
+        num_rows, rounds, options.folder, lambda message: _tell(f"{time.monotonic() - began:.0f} s: {message}")
     )
-    found = _section(measured, rounds)
-    print(found)
+    actual = _section(measured, rounds)
+    print(actual)
     if options.write:
-        PAGE.write_text(text.with_section(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
+        PAGE.write_text(text.with_section(PAGE.read_text(encoding="utf-8"), actual), encoding="utf-8")
     for problem in measured.problems:
         _tell(f"went wrong: {problem}")
     missed = sum(row.missed for row in summary(measured))
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def _section(measured: Measured, rounds: int) -> str:
-    notes = [f"- Not measured: {name}: {why}." for name, why in measured.missing.items()]
+    notes = [f"- Not measured: {name}: {reason}." for name, reason in measured.missing.items()]
     notes += [f"- **Went wrong: {problem.splitlines()[-1]}**" for problem in measured.problems]
     return text.section(
         summary_table(summary(measured)),

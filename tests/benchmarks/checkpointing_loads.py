@@ -29,7 +29,7 @@ NOT_SAVED = -1
 class Loads:
     """Seconds of each round, the slowest rank's."""
 
-    ours: list[float] = field(default_factory=list)
+    package_times: list[float] = field(default_factory=list)
     bare: list[float] = field(default_factory=list)
     peak: int = 0
     """By how much the largest rank grew while it loaded, beside the tables that were there already."""
@@ -48,7 +48,7 @@ def loads(job: Job, seed: int) -> Loads:
         warnings.simplefilter("ignore")
         loader = endless_loader(job.num_rows, rank)
         make_trainer(strategy, callbacks=[turns]).fit(SavedDLRM(job.num_rows), loader, ckpt_path=job.ours)
-    return turns.found
+    return turns.loads
 
 
 class _LoadsInTurns(pl.Callback):
@@ -56,7 +56,7 @@ class _LoadsInTurns(pl.Callback):
 
     def __init__(self, job: Job, seed: int) -> None:
         self.job, self.seed = job, seed
-        self.found = Loads()
+        self.loads = Loads()
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         tensors = sharded_tensors(trainer)
@@ -69,9 +69,9 @@ class _LoadsInTurns(pl.Callback):
                 grown = max(all_gather(peak.bytes()))
                 must_hold(tensors, self.seed, f"what was loaded, {name},")
                 if name == "ours":
-                    self.found.peak = max(self.found.peak, grown)
+                    self.loads.peak = max(self.loads.peak, grown)
                 if number:
-                    getattr(self.found, name).append(seconds)
+                    getattr(self.loads, name).append(seconds)
         trainer.should_stop = True
 
     def _load(self, name: str, trainer: pl.Trainer, tensors: dict[str, Any]) -> None:
@@ -92,16 +92,16 @@ def export_peaks(job: Job) -> dict[str, int]:
     """Export our checkpoint in this process, the one of those that `run_on_ranks` runs; returns bytes by suffix."""
     from lightning_distrec.checkpoint.tools.export_checkpoint import export
 
-    found = {}
+    actual = {}
     for suffix in (".ckpt", ".safetensors"):
         target = job.folder / f"exported{suffix}"
         peak = Peak()
         export(job.ours, target)
-        found[suffix] = peak.bytes()
+        actual[suffix] = peak.bytes()
         if suffix == ".ckpt":
             _must_be_exported(job, target)
         target.unlink()
-    return found
+    return actual
 
 
 def _must_be_exported(job: Job, path: Path) -> None:

@@ -79,12 +79,12 @@ def sharded_tensors(trainer: pl.Trainer) -> dict[str, ShardedTensor]:
 
     Of a table that has no rows on this rank, the optimizer has no state here.
     """
-    found: dict[str, ShardedTensor] = {}
+    actual: dict[str, ShardedTensor] = {}
     for path, module in trainer.strategy.run_tables.shards.sharded.items():  # type: ignore[attr-defined]
-        found |= {f"{path}.{key}": value for key, value in module.state_dict().items()}
+        actual |= {f"{path}.{key}": value for key, value in module.state_dict().items()}
         for name, state in module.fused_optimizer.state_dict()["state"].items():
-            found |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
-    return {name: value for name, value in found.items() if isinstance(value, ShardedTensor)}
+            actual |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
+    return {name: value for name, value in actual.items() if isinstance(value, ShardedTensor)}
 
 
 def local_shards(tensors: dict[str, ShardedTensor]) -> list[Tensor]:
@@ -100,12 +100,12 @@ def fill(tensors: dict[str, ShardedTensor], seed: int) -> None:
                 _known(rows, name, seed, row, shard.metadata.shard_offsets[1])
 
 
-def must_hold(tensors: dict[str, ShardedTensor], seed: int, what: str) -> None:
+def must_hold(tensors: dict[str, ShardedTensor], seed: int, label: str) -> None:
     """Raise AssertionError where this rank's shards do not hold what `fill` wrote on any ranks. what: for the error."""
     for name, tensor in tensors.items():
         for shard in tensor.local_shards():
             offsets = shard.metadata.shard_offsets
-            _must_be_known(shard.tensor.detach(), name, seed, offsets[0], offsets[1], what)
+            _must_be_known(shard.tensor.detach(), name, seed, offsets[0], offsets[1], label)
 
 
 def must_be_saved(path: Path, seed: int, rank: int, num_ranks: int) -> None:
@@ -122,16 +122,16 @@ def must_be_saved(path: Path, seed: int, rank: int, num_ranks: int) -> None:
 
 def tables_in(path: Path) -> dict[str, LazyTensor]:
     """Return the tables in our folder, and their state, by the names that they have there."""
-    found = collect_tensors(read_contents(path).checkpoint)
-    return {name: whole for name, whole in found.items() if "t_f" in name and whole.shape}
+    actual = collect_tensors(read_contents(path).checkpoint)
+    return {name: whole for name, whole in actual.items() if "t_f" in name and whole.shape}
 
 
-def _must_be_known(tensor: Tensor, name: str, seed: int, row: int, column: int, what: str) -> None:
-    wanted = torch.empty(_ROWS_AT_ONCE, tensor.shape[1])
+def _must_be_known(tensor: Tensor, name: str, seed: int, row: int, column: int, label: str) -> None:
+    expected = torch.empty(_ROWS_AT_ONCE, tensor.shape[1])
     for rows, first in _blocks(tensor, row):
-        _known(wanted[: len(rows)], name, seed, first, column)
-        same = torch.equal(rows.view(torch.int32), wanted[: len(rows)].view(torch.int32))
-        assert same, f"{what}: '{name}' is not what was saved, from row {first} on"
+        _known(expected[: len(rows)], name, seed, first, column)
+        is_same = torch.equal(rows.view(torch.int32), expected[: len(rows)].view(torch.int32))
+        assert is_same, f"{label}: '{name}' is not what was saved, from row {first} on"
 
 
 def _blocks(tensor: Tensor, row: int) -> Iterator[tuple[Tensor, int]]:
@@ -151,6 +151,6 @@ def _known(out: Tensor, name: str, seed: int, row: int, column: int) -> None:
 
 def _plain_name(name: str) -> str:
     """Return which table a tensor belongs to, and whether it is its weight, for names of ours and of torchrec's."""
-    found = re.search(r"t_f\d+", name)
-    assert found is not None, name
-    return f"{found[0]} {'state' if 'sum' in name or 'momentum' in name else 'weight'}"
+    actual = re.search(r"t_f\d+", name)
+    assert actual is not None, name
+    return f"{actual[0]} {'state' if 'sum' in name or 'momentum' in name else 'weight'}"

@@ -42,14 +42,14 @@ class Measured:
             self.problems.append(f"{name}: {error}")
 
 
-def measure(num_rows: int, rounds: int, where: str | None, tell: Callable[[str], None]) -> Measured:
+def measure(num_rows: int, rounds: int, place: str | None, tell: Callable[[str], None]) -> Measured:
     """Return what a run finds.
 
     where: the folder for temporary folders; None for the system's. tell: called with what was found so far.
     """
     measured = Measured(num_rows)
     limit = 300.0 + rounds * 120.0  # of a machine that does other things, too
-    with tempfile.TemporaryDirectory(prefix="checkpointing-", dir=where) as folder:
+    with tempfile.TemporaryDirectory(prefix="checkpointing-", dir=place) as folder:
         job = Job(Path(folder), num_rows, rounds)
         measured.file_system = file_system(job.folder)
         with measured.part("async"):
@@ -60,9 +60,9 @@ def measure(num_rows: int, rounds: int, where: str | None, tell: Callable[[str],
             tell(f"save: {measured.saves}")
         for num_ranks in CUTS if measured.saves is not None else ():
             with measured.part(f"load on {num_ranks}"):
-                found = run_on_ranks(loads, num_ranks, job, measured.saves.seed, timeout_seconds=limit)
-                measured.loads[num_ranks] = found[0]
-                tell(f"load on {num_ranks}: {found[0]}")
+                actual = run_on_ranks(loads, num_ranks, job, measured.saves.seed, timeout_seconds=limit)
+                measured.loads[num_ranks] = actual[0]
+                tell(f"load on {num_ranks}: {actual[0]}")
         if importlib.util.find_spec(EXPORT) is None:
             measured.missing["export"] = "there is none yet"
         elif measured.saves is not None:

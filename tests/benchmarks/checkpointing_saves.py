@@ -115,9 +115,9 @@ class AfterFirstStep(pl.Callback):
 
 def saves(job: Job) -> Saves:
     """Collective. Save round after round on this rank, one of those that `run_on_ranks` runs."""
-    found = Saves()
-    _fit(job, AfterFirstStep(partial(_save_in_turns, job, found)))
-    return found
+    actual = Saves()
+    _fit(job, AfterFirstStep(partial(_save_in_turns, job, actual)))
+    return actual
 
 
 def _fit(job: Job, callback: pl.Callback, **checkpoint: Any) -> None:
@@ -128,28 +128,28 @@ def _fit(job: Job, callback: pl.Callback, **checkpoint: Any) -> None:
         trainer.fit(SavedDLRM(job.num_rows), endless_loader(job.num_rows, rank_and_num_ranks()[0]))
 
 
-def _save_in_turns(job: Job, found: Saves, trainer: pl.Trainer) -> None:
+def _save_in_turns(job: Job, actual: Saves, trainer: pl.Trainer) -> None:
     tensors = sharded_tensors(trainer)
-    mine = sum(shard.nbytes for shard in local_shards(tensors))
-    found.tensors = sum(all_gather(mine))
+    local_bytes = sum(shard.nbytes for shard in local_shards(tensors))
+    actual.tensors = sum(all_gather(local_bytes))
     contenders: dict[str, tuple[Path, Callable[[], Any]]] = {
         "ours": (job.ours, lambda: trainer.save_checkpoint(job.ours)),
         "bare": (job.bare, lambda: save_barely(job.bare, tensors)),
-        "dd": (job.plain, lambda: write_plainly(job.plain, mine)),
+        "dd": (job.plain, lambda: write_plainly(job.plain, local_bytes)),
     }
-    found.seconds = {name: [] for name in contenders}
-    for found.seed in range(1 + job.rounds):
-        fill(tensors, found.seed)
-        for name in random.Random(found.seed).sample(list(contenders), len(contenders)):
+    actual.seconds = {name: [] for name in contenders}
+    for actual.seed in range(1 + job.rounds):
+        fill(tensors, actual.seed)
+        for name in random.Random(actual.seed).sample(list(contenders), len(contenders)):
             path, action = contenders[name]
             make_ready(path)
             peak = Peak()
             seconds = slowest(action)
-            found.peak = max([found.peak, *all_gather(peak.bytes())]) if name == "ours" else found.peak
-            if found.seed:
-                found.seconds[name].append(seconds)
-        must_be_saved(job.ours, found.seed, trainer.global_rank, trainer.world_size)
-    found.folder = folder_bytes(job.ours)
+            actual.peak = max([actual.peak, *all_gather(peak.bytes())]) if name == "ours" else actual.peak
+            if actual.seed:
+                actual.seconds[name].append(seconds)
+        must_be_saved(job.ours, actual.seed, trainer.global_rank, trainer.world_size)
+    actual.folder = folder_bytes(job.ours)
     make_ready(job.plain)
 
 
@@ -160,16 +160,16 @@ def save_barely(path: Path, tensors: dict[str, Any]) -> None:
 
 def async_saves(job: Job) -> AsyncSaves:
     """Collective. Save behind training, round after round, on this rank."""
-    found = AsyncSaves()
-    _fit(job, _SavesWhileTraining(job, found), async_save=True)
-    return found
+    actual = AsyncSaves()
+    _fit(job, _SavesWhileTraining(job, actual), async_save=True)
+    return actual
 
 
 class _SavesWhileTraining(pl.Callback):
     """Trains a few steps, saves, trains on until the checkpoint is complete, and begins again."""
 
-    def __init__(self, job: Job, found: AsyncSaves) -> None:
-        self.job, self.found = job, found
+    def __init__(self, job: Job, actual: AsyncSaves) -> None:
+        self.job, self.found = job, actual
         self.round = 0
         self.buffers: list[Tensor] = []
         self.tensors: dict[str, Any] = {}
@@ -190,10 +190,10 @@ class _SavesWhileTraining(pl.Callback):
         self.buffers = [torch.zeros_like(shard).fill_(1) for shard in shards]
 
     def on_train_batch_start(self, *_: Any) -> None:
-        now = time.perf_counter()
+        current = time.perf_counter()
         if self.tick is not None:
-            self.steps.append(now - self.tick)
-        self.tick = now
+            self.steps.append(current - self.tick)
+        self.tick = current
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         is_complete = torch.tensor([float(self.began is not None and is_checkpoint(self.path))])

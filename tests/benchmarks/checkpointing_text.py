@@ -36,9 +36,9 @@ def with_section(page: str, text: str, begin: str = BEGIN, end: str = END) -> st
 
     begin, end: the lines that mark it.
     """
-    found = section_of(page, begin, end)
-    if found is not None:
-        return page.replace(found, text)
+    actual = section_of(page, begin, end)
+    if actual is not None:
+        return page.replace(actual, text)
     if f"\n{BEFORE}\n" in page:
         return page.replace(f"\n{BEFORE}\n", f"\n{text}\n\n{BEFORE}\n", 1)
     return f"{page.rstrip()}\n\n{text}\n"
@@ -52,5 +52,5 @@ def section_of(page: str, begin: str = BEGIN, end: str = END) -> str | None:
 
 def with_section_of(old: str, page: str) -> str:
     """Return a page that was written anew with the section of the one before."""
-    kept = section_of(old)
-    return page if kept is None else with_section(page, kept)
+    retained = section_of(old)
+    return page if retained is None else with_section(page, retained)

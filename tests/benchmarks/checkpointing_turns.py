@@ -80,10 +80,10 @@ def file_system(path: Path) -> str:
     best, kind = "", "unknown"
     with open("/proc/mounts") as file:
         for line in file:
-            where, of_type = line.split()[1:3]
-            inside = path.resolve().is_relative_to(where)
-            if inside and len(where) >= len(best):
-                best, kind = where, of_type
+            mount_point, of_type = line.split()[1:3]
+            inside = path.resolve().is_relative_to(mount_point)
+            if inside and len(mount_point) >= len(best):
+                best, kind = mount_point, of_type
     return kind
 
 

@@ -83,11 +83,11 @@ class Sizes(pl.Callback):
     """Lists the sizes of checkpoints as they are written."""
 
     def __init__(self, folder: str) -> None:
-        self.folder, self.found = folder, {}
+        self.folder, self.sizes = folder, {}
 
     def on_train_batch_start(self, *_: Any) -> None:
         for path in Path(self.folder).glob("*.ckpt"):
-            self.found.setdefault(path.name, sum(file.stat().st_size for file in path.iterdir()))
+            self.sizes.setdefault(path.name, sum(file.stat().st_size for file in path.iterdir()))
 
     on_train_end = on_train_batch_start
 
@@ -99,10 +99,10 @@ def main() -> None:
     numbers = {"rows": 10_000_000, "dim": 16, "steps": 200, "saves": 4, "turns": 20}
     for name, value in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     os.environ.setdefault("LIGHTNING_DISTREC_RUN_NAME", "")
-    batches = zipf_batches(given.rows, max(given.steps * (given.saves + 1), 2 * BLOCK * given.turns))
+    batches = zipf_batches(arguments.rows, max(arguments.steps * (arguments.saves + 1), 2 * BLOCK * arguments.turns))
     options: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": 1,
@@ -115,21 +115,23 @@ def main() -> None:
     }
     turns = Turns()
     trainer = pl.Trainer(strategy=TorchRecShardedStrategy(), callbacks=[turns], **options)
-    trainer.fit(Clicks(given.rows, given.dim), DataLoader(batches[: 2 * BLOCK * given.turns], batch_size=None))
-    without, with_noting = (statistics.median(turns.seconds[which]) * 1e3 for which in (False, True))
+    trainer.fit(
+        Clicks(arguments.rows, arguments.dim), DataLoader(batches[: 2 * BLOCK * arguments.turns], batch_size=None)
+    )
+    without, with_noting = (statistics.median(turns.seconds[index]) * 1e3 for index in (False, True))
     print(f"step without noting {without:.3f} ms, with {with_noting:.3f} ms: {100 * (with_noting / without - 1):+.2f}%")
-    if given.only_noting:
+    if arguments.only_noting:
         return
     with tempfile.TemporaryDirectory() as folder:
         sizes = Sizes(folder)
-        series = {"every": given.steps, "full_every": 1000 * given.steps, "dirpath": folder}
+        series = {"every": arguments.steps, "full_every": 1000 * arguments.steps, "dirpath": folder}
         strategy = TorchRecShardedStrategy(checkpoint={"incremental": series})
         trainer = pl.Trainer(strategy=strategy, callbacks=[sizes], **options)
-        data = DataLoader(batches[: given.steps * (given.saves + 1)], batch_size=None)
-        trainer.fit(Clicks(given.rows, given.dim), data)
-    full = sizes.found.pop(f"step={given.steps}-full.ckpt")
+        data = DataLoader(batches[: arguments.steps * (arguments.saves + 1)], batch_size=None)
+        trainer.fit(Clicks(arguments.rows, arguments.dim), data)
+    full = sizes.sizes.pop(f"step={arguments.steps}-full.ckpt")
     print(f"full checkpoint {full:,} bytes")
-    for name, size in sizes.found.items():
+    for name, size in sizes.sizes.items():
         print(f"{name} {size:,} bytes: 1/{full / size:.1f}")
 
 

@@ -28,12 +28,12 @@ def _table(draw: st.DrawFn, kind: str, features: tuple[int, ...], optimizer: str
     if optimizer.startswith("RowWise"):
         cuts = tuple(cut for cut in cuts if "column" not in cut)
     rows = draw(st.integers(1, 70) | st.integers(1, 6))
-    chosen = draw(st.lists(st.sampled_from(cuts), max_size=2, unique=True))
-    chosen = ["data_parallel"] if "data_parallel" in chosen else chosen
+    sampled = draw(st.lists(st.sampled_from(cuts), max_size=2, unique=True))
+    sampled = ["data_parallel"] if "data_parallel" in sampled else sampled
     if rows < 4:
-        chosen = [cut for cut in chosen if "row_wise" not in cut]
+        sampled = [cut for cut in sampled if "row_wise" not in cut]
     updates = [None, None, "auto", "dense"]
-    if optimizer in FUSED and "data_parallel" not in chosen:
+    if optimizer in FUSED and "data_parallel" not in sampled:
         updates += ["fused"] if fuses else []
         updates += [] if optimizer.startswith("RowWise") else ["sparse"]
     return Table(
@@ -42,9 +42,9 @@ def _table(draw: st.DrawFn, kind: str, features: tuple[int, ...], optimizer: str
         features=features,
         mean=draw(st.booleans()),
         frozen=draw(st.sampled_from([""] * 6 + ["requires_grad", "no optimizer"])),
-        cuts=tuple(chosen),
+        cuts=tuple(sampled),
         min_partition=draw(st.sampled_from([None, 4, 4, 8])),
-        update="dense" if chosen == ["data_parallel"] else draw(st.sampled_from(updates)),
+        update="dense" if sampled == ["data_parallel"] else draw(st.sampled_from(updates)),
     )
 
 

@@ -166,9 +166,9 @@ def fit(
 ) -> dict[str, Tensor]:
     """Train and save; return the model's state at the end. callbacks: functions that make them."""
     rank, _ = rank_and_num_ranks()
-    given = {"incremental": SERIES | {"dirpath": f"{folder}/series"} | (series or {})} | (checkpoint or {})
+    options = {"incremental": SERIES | {"dirpath": f"{folder}/series"} | (series or {})} | (checkpoint or {})
     trainer = make_trainer(
-        {"checkpoint": given, **(strategy or {})},
+        {"checkpoint": options, **(strategy or {})},
         callbacks=[*(callback() for callback in callbacks), FullToo(folder)],
         default_root_dir=folder,
     )
@@ -187,26 +187,26 @@ def resume(path: str, optimizer: Optimizer, strategy: dict[str, Any] | None = No
 
 def series_in(folder: Path) -> dict[str, Mark]:
     """Return name -> mark of the checkpoints of a series."""
-    found = {path.name: read_mark(path, read_contents(path).marker) for path in folder.glob("series/*.ckpt")}
-    return {name: mark for name, mark in sorted(found.items()) if mark is not None}
+    actual = {path.name: read_mark(path, read_contents(path).marker) for path in folder.glob("series/*.ckpt")}
+    return {name: mark for name, mark in sorted(actual.items()) if mark is not None}
 
 
 def tensors_in(path: Path) -> dict[str, Tensor]:
     """Return weights and optimizer state, by place, without parameters' names and numbers."""
     checkpoint = read_contents(path).checkpoint
-    found = {f"weights/{where}": lazy for where, lazy in collect_tensors(checkpoint["state_dict"]).items()}
+    actual = {f"weights/{place}": lazy for place, lazy in collect_tensors(checkpoint["state_dict"]).items()}
     for i, state in enumerate(checkpoint["optimizer_states"]):
-        for j, of_parameter in enumerate(state["state"].values()):
-            found |= {f"{i}/{j}/{where}": lazy for where, lazy in collect_tensors(of_parameter).items()}
-    return {where: lazy.read().clone() for where, lazy in found.items()}
+        for j, parameter_state in enumerate(state["state"].values()):
+            actual |= {f"{i}/{j}/{place}": lazy for place, lazy in collect_tensors(parameter_state).items()}
+    return {place: lazy.read().clone() for place, lazy in actual.items()}
 
 
 def assert_same_as_full(folder: Path) -> dict[str, Mark]:
     """Assert that each of a series holds, bit by bit, what the full checkpoint of its step holds; return the series."""
     series = series_in(folder)
     for name in series:
-        found = tensors_in(folder / "series" / name)
-        wanted = tensors_in(folder / "full" / f"{name.partition('-')[0]}.ckpt")
-        assert found.keys() == wanted.keys(), name
-        assert [where for where in wanted if not torch.equal(found[where], wanted[where])] == [], name
+        actual = tensors_in(folder / "series" / name)
+        expected = tensors_in(folder / "full" / f"{name.partition('-')[0]}.ckpt")
+        assert actual.keys() == expected.keys(), name
+        assert [place for place in expected if not torch.equal(actual[place], expected[place])] == [], name
     return series

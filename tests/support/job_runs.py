@@ -67,9 +67,9 @@ class JobModel(pl.LightningModule):
         named = {key: weight for key, weight in self.named_parameters() if key not in self.not_optimized}
         if not self.job.groups:
             return optimizer(named.values(), **options)
-        of_tables = [weight for key, weight in named.items() if not key.startswith("mlp")]
-        groups = [{"params": of_tables, "lr": options["lr"] / 2}, {"params": self.mlp.parameters()}]
-        return optimizer(groups if of_tables else groups[1:], **options)
+        table_weights = [weight for key, weight in named.items() if not key.startswith("mlp")]
+        groups = [{"params": table_weights, "lr": options["lr"] / 2}, {"params": self.mlp.parameters()}]
+        return optimizer(groups if table_weights else groups[1:], **options)
 
     def on_train_start(self) -> None:
         setup = self.trainer.strategy.run_tables
@@ -108,13 +108,13 @@ def _bags(job: Job, collection: Collection, module: nn.Module, batch: dict[str, 
 
 
 def _rows(job: Job, collection: Collection, module: nn.Module, batch: dict[str, Tensor], step: int) -> list[Tensor]:
-    found = module(_keyed(job, collection, batch, step))
-    return [_pooled(jagged.values(), jagged.lengths()) for jagged in found.values()]
+    actual = module(_keyed(job, collection, batch, step))
+    return [_pooled(jagged.values(), jagged.lengths()) for jagged in actual.values()]
 
 
 def _embedding(_: Job, collection: Collection, module: nn.Module, batch: dict[str, Tensor], __: int) -> list[Tensor]:
-    found = [(module(_ids(batch, f)), batch[f"f{f}.lengths"]) for f in collection.tables[0].features]
-    return [_pooled(rows.flatten(0, -2), lengths) for rows, lengths in found]
+    actual = [(module(_ids(batch, f)), batch[f"f{f}.lengths"]) for f in collection.tables[0].features]
+    return [_pooled(rows.flatten(0, -2), lengths) for rows, lengths in actual]
 
 
 def _embedding_bag(
@@ -130,9 +130,9 @@ def _embedding_bag(
 
 
 def _keyed(job: Job, collection: Collection, batch: dict[str, Tensor], step: int) -> KeyedJaggedTensor:
-    own = list(dict.fromkeys(feature for table in collection.tables for feature in table.features))
-    turn = step % len(own) if collection.keys == "turning" else 0
-    keys = list(range(len(job.features))) if collection.keys == "all" else own[turn:] + own[:turn]
+    features = list(dict.fromkeys(feature for table in collection.tables for feature in table.features))
+    turn = step % len(features) if collection.keys == "turning" else 0
+    keys = list(range(len(job.features))) if collection.keys == "all" else features[turn:] + features[:turn]
     ids, lengths, weights = (
         torch.cat([batch[f"f{key}.{part}"].flatten() for key in keys]) for part in ("ids", "lengths", "weights")
     )

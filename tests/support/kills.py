@@ -34,7 +34,7 @@ class Restart:
     path: str
     step: int
     reached: int | None
-    again: int | None
+    repeated: int | None
 
 
 @dataclass
@@ -52,12 +52,12 @@ class Trained:
     @property
     def restarts(self) -> list[Restart]:
         """Return what was said, in order."""
-        found = []
-        for said in RESUMES.finditer(self.printed):
-            far = COME_TO.search(said[0])
-            reached, again = (int(far[1]), int(far[2])) if far else (None, None)
-            found.append(Restart(said[1], int(said[2]), reached, again))
-        return found
+        actual = []
+        for message in RESUMES.finditer(self.printed):
+            far = COME_TO.search(message[0])
+            reached, repeated = (int(far[1]), int(far[2])) if far else (None, None)
+            actual.append(Restart(message[1], int(message[2]), reached, repeated))
+        return actual
 
 
 def read_trained(folder: Path, printed: str = "") -> Trained:
@@ -93,20 +93,22 @@ def check_trained(trained: Trained, root: Path, allowed: float = 0.0) -> None:
     allowed: how much its losses may differ from those of a job on one node, which has another plan. A step that was
     trained again has the same loss, bit by bit.
     """
-    alone = _never_stopped()
-    for mine, reference in zip(trained.losses, alone.losses, strict=True):
-        assert sorted(mine) == list(range(NUM_STEPS)) == sorted(reference)
-        assert {step: each for step, each in mine.items() if len(set(each)) > 1} == {}
+    reference_run = _never_stopped()
+    for losses, reference in zip(trained.losses, reference_run.losses, strict=True):
+        assert sorted(losses) == list(range(NUM_STEPS)) == sorted(reference)
+        assert {step: item for step, item in losses.items() if len(set(item)) > 1} == {}
         assert (
-            differences([mine[step][0] for step in mine], [reference[step][0] for step in mine], "losses", allowed)
+            differences(
+                [losses[step][0] for step in losses], [reference[step][0] for step in losses], "losses", allowed
+            )
             == []
         )
-    assert differences(trained.result, alone.result, "result", allowed) == []
+    assert differences(trained.result, reference_run.result, "result", allowed) == []
     for restart in trained.restarts:
         assert restart.path.startswith(str(root))
         assert restart.step in set(trained.first_steps.values()) | {NUM_STEPS}
         if restart.reached is not None:
-            assert restart.again == restart.reached - restart.step
+            assert restart.repeated == restart.reached - restart.step
             assert restart.reached <= max(trained.last_steps.values()) + 1
 
 

@@ -74,7 +74,7 @@ class PlainTables(Clicks):
         """Everything is built."""
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        a, b, c, d = (of_key for of_key in _jagged(batch))
+        a, b, c, d = (jagged for jagged in _jagged(batch))
         columns = [self.bags["wide"](*a), self.bags["wide"](*b), self.bags["narrow"](*c)]
         for ids, offsets in (b, d):
             ends = torch.cat([offsets[1:], torch.tensor([len(ids)])])
@@ -173,11 +173,11 @@ class TwoOptimizers(Clicks):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         loss = super().training_step(batch, batch_idx)
-        both = self.optimizers()
-        for optimizer in both:
+        optimizers = self.optimizers()
+        for optimizer in optimizers:
             optimizer.zero_grad()
         self.manual_backward(loss)
-        for optimizer in both:
+        for optimizer in optimizers:
             optimizer.step()
         self.lr_schedulers().step()
 
@@ -308,7 +308,7 @@ class Run:
     strategy: dict[str, Any] | None = field(default_factory=dict)
     """None: Lightning's own for one device."""
     trainer: dict[str, Any] = field(default_factory=dict)
-    more: Callable[[], dict[str, Any]] = dict
+    extra: Callable[[], dict[str, Any]] = dict
     """Makes options of the Trainer that only its ranks can have: callbacks, plugins."""
     save: tuple[str, int] = ("on_train_epoch_end", STEPS_PER_EPOCH)
     """The hook that saves it, and after how many batches."""
@@ -333,7 +333,7 @@ class Outcome:
     """Rank 0: what it saves at the end."""
     plan: dict[str, str] = field(default_factory=dict)
     """Table -> its cut and update."""
-    said: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
     """Warnings."""
     failed: str = ""
     """The exception that ended it."""
@@ -380,7 +380,7 @@ def train(run: Run, folder: str) -> Outcome:
     rank, num_ranks = rank_and_num_ranks()
     recorder = Recorder(*(("never", 0) if run.resume else run.save), folder)
     options = {"max_epochs": run.epochs, "use_distributed_sampler": True, "enable_checkpointing": True}
-    options |= run.trainer | run.more()
+    options |= run.trainer | run.extra()
     options["callbacks"] = [*options.get("callbacks", ()), recorder]
     model = seeded(run.model, *run.optimizer, **run.model_options)
     if run.strategy is None:
@@ -388,15 +388,15 @@ def train(run: Run, folder: str) -> Outcome:
     else:
         trainer = make_trainer(copy.deepcopy(run.strategy), **options)
     evaluated = loader(num_ranks, shuffle=False, steps=2, first=10_000) if run.validates else None
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.filterwarnings("always", category=UserWarning)
         trainer.fit(model, loader(num_ranks, run.shuffle), evaluated, ckpt_path=run.resume)
-    found = recorder.outcome
-    found.losses, found.said = model.losses, [str(warning.message) for warning in said]
+    actual = recorder.outcome
+    actual.losses, actual.messages = model.losses, [str(warning.message) for warning in caught]
     if rank == 0:
-        found.final = plain_checkpoint(f"{folder}/final.ckpt")
-        found.saved = {} if run.resume else plain_checkpoint(f"{folder}/saved.ckpt")
-    return found
+        actual.final = plain_checkpoint(f"{folder}/final.ckpt")
+        actual.saved = {} if run.resume else plain_checkpoint(f"{folder}/saved.ckpt")
+    return actual
 
 
 def train_each(runs: Mapping[str, tuple[Run, str]]) -> dict[str, Outcome]:
@@ -404,14 +404,14 @@ def train_each(runs: Mapping[str, tuple[Run, str]]) -> dict[str, Outcome]:
 
     runs: name -> the run, and the folder that it saves in.
     """
-    found = {}
+    actual = {}
     for name, (run, folder) in runs.items():
         try:
-            found[name] = train(run, folder)
+            actual[name] = train(run, folder)
         except Exception as error:
             trace = "".join(traceback.format_exception(error))
-            found[name] = Outcome(failed=f"{type(error).__name__}: {error}", trace=trace)
-    return found
+            actual[name] = Outcome(failed=f"{type(error).__name__}: {error}", trace=trace)
+    return actual
 
 
 @dataclass(frozen=True)
@@ -420,7 +420,7 @@ class Life:
 
     first: Run
     num_ranks: int
-    then: tuple[tuple[int, dict[str, Any]], ...]
+    later: tuple[tuple[int, dict[str, Any]], ...]
     """Numbers of ranks, and what else changes."""
     limit: float = 1e-6
     """The largest difference, where the ranks or the plan are other ones."""
@@ -431,34 +431,36 @@ class Lived:
     """What became of a life, by rank."""
 
     first: list[Outcome]
-    then: list[list[Outcome]]
+    later: list[list[Outcome]]
 
 
 def live(lives: Mapping[str, Life]) -> dict[str, Lived]:
     """Return what became of each life; all runs on as many ranks are made by the same ones, one after the other."""
     first = {(name, -1): (life.num_ranks, life.first) for name, life in lives.items()}
     with tempfile.TemporaryDirectory() as folder:
-        then = {
+        later = {
             (name, i): (num_ranks, replace(life.first, **changes, resume=f"{folder}/{name} -1/saved.ckpt"))
             for name, life in lives.items()
-            for i, (num_ranks, changes) in enumerate(life.then)
+            for i, (num_ranks, changes) in enumerate(life.later)
         }
-        found = _on_their_ranks(first, folder) | _on_their_ranks(then, folder)
+        actual = _on_their_ranks(first, folder) | _on_their_ranks(later, folder)
     return {
-        name: Lived(found[name, -1], [found[name, i] for i in range(len(life.then))]) for name, life in lives.items()
+        name: Lived(actual[name, -1], [actual[name, i] for i in range(len(life.later))]) for name, life in lives.items()
     }
 
 
 def _on_their_ranks(
     runs: Mapping[tuple[str, int], tuple[int, Run]], folder: str
 ) -> dict[tuple[str, int], list[Outcome]]:
-    found: dict[tuple[str, int], list[Outcome]] = {}
+    actual: dict[tuple[str, int], list[Outcome]] = {}
     for num_ranks in sorted({num_ranks for num_ranks, _ in runs.values()}):
-        mine = {key: run for key, (wanted, run) in runs.items() if wanted == num_ranks}
-        named = {f"{name} {i}": (run, f"{folder}/{name} {i}") for (name, i), run in mine.items()}
-        of_ranks = run_on_warm_ranks(train_each, num_ranks, named)
-        found |= {(name, i): [of_rank[f"{name} {i}"] for of_rank in of_ranks] for name, i in mine}
-    return found
+        selected_runs = {key: run for key, (expected, run) in runs.items() if expected == num_ranks}
+        named = {f"{name} {i}": (run, f"{folder}/{name} {i}") for (name, i), run in selected_runs.items()}
+        per_rank_results = run_on_warm_ranks(train_each, num_ranks, named)
+        actual |= {
+            (name, i): [rank_results[f"{name} {i}"] for rank_results in per_rank_results] for name, i in selected_runs
+        }
+    return actual
 
 
 COMPARED = ("epoch", "global_step", "state_dict", "optimizer_states", "lr_schedulers", "MixedPrecision", "callbacks")
@@ -474,28 +476,30 @@ def problems_of(life: Life, lived: Lived) -> list[str]:
     if failed := _failures(lived.first):
         return [f"the first run: {failed}"]
     problems = []
-    for (num_ranks, changes), found in zip(life.then, lived.then, strict=True):
+    for (num_ranks, changes), actual in zip(life.later, lived.later, strict=True):
         label = f"{life.num_ranks} to {num_ranks} ranks, {changes or 'nothing else'}"
-        if failed := _failures(found):
+        if failed := _failures(actual):
             problems.append(f"{label}: {failed}")
             continue
-        wanted = lived.first
-        begun = len(wanted[0].losses) - len(found[0].losses)
+        expected = lived.first
+        begun = len(expected[0].losses) - len(actual[0].losses)
         if begun != life.first.save[1]:
-            problems.append(f"{label}: it made {len(found[0].losses)} of {len(wanted[0].losses)} steps")
+            problems.append(f"{label}: it made {len(actual[0].losses)} of {len(expected[0].losses)} steps")
         pairs: dict[str, tuple[Any, Any]] = {
-            "losses": (mean_losses(found), mean_losses(wanted)[begun:]),
-            "rates": (found[0].rates, wanted[0].rates[begun:]),
-            "scales": (found[0].scales, wanted[0].scales[begun:]),
+            "losses": (mean_losses(actual), mean_losses(expected)[begun:]),
+            "rates": (actual[0].rates, expected[0].rates[begun:]),
+            "scales": (actual[0].scales, expected[0].scales[begun:]),
         }
         if "model" not in changes:
-            ends = [{key: _plain(end.final.get(key), key) for key in COMPARED} for end in (found[0], wanted[0])]
+            ends = [{key: _plain(end.final.get(key), key) for key in COMPARED} for end in (actual[0], expected[0])]
             pairs["final"] = ends[0], ends[1]
-        same = num_ranks == life.num_ranks <= 2 and not changes.keys() - {"model_options"}
-        if same:
-            pairs["of ranks"] = [o.losses for o in found], [o.losses[begun:] for o in wanted]
-        allowed = 0.0 if same else life.limit
-        problems += [f"{label}: {said}" for key, pair in pairs.items() for said in differences(*pair, key, allowed)]
+        is_same = num_ranks == life.num_ranks <= 2 and not changes.keys() - {"model_options"}
+        if is_same:
+            pairs["of ranks"] = [o.losses for o in actual], [o.losses[begun:] for o in expected]
+        allowed = 0.0 if is_same else life.limit
+        problems += [
+            f"{label}: {message}" for key, pair in pairs.items() for message in differences(*pair, key, allowed)
+        ]
     return problems
 
 
@@ -516,8 +520,8 @@ def _plain(value: Any, key: str) -> Any:
 
 def _numbered(state: dict[str, Any]) -> dict[str, Any]:
     names = [name for group in state["param_groups"] for name in group["params"]]
-    kept = {names.index(name): values for name, values in state["state"].items() if values}
-    return {"state": kept, "param_groups": [{**g, "params": len(g["params"])} for g in state["param_groups"]]}
+    retained = {names.index(name): values for name, values in state["state"].items() if values}
+    return {"state": retained, "param_groups": [{**g, "params": len(g["params"])} for g in state["param_groups"]]}
 
 
 def mean_losses(outcomes: list[Outcome]) -> list[float]:
@@ -526,24 +530,24 @@ def mean_losses(outcomes: list[Outcome]) -> list[float]:
     return losses
 
 
-def differences(found: Any, wanted: Any, where: str, allowed: float) -> list[str]:
+def differences(actual: Any, expected: Any, place: str, allowed: float) -> list[str]:
     """Return where two nests of dicts and lists differ; numbers, and tensors' elements, by more than `allowed`."""
-    if isinstance(found, dict) and isinstance(wanted, dict):
-        if found.keys() != wanted.keys():
-            return [f"{where} has {sorted(map(str, found))}, not {sorted(map(str, wanted))}"]
-        return [d for key in wanted for d in differences(found[key], wanted[key], f"{where}/{key}", allowed)]
-    if isinstance(found, (list, tuple)) and isinstance(wanted, (list, tuple)):
-        if len(found) != len(wanted):
-            return [f"{where} has {len(found)} entries, not {len(wanted)}"]
-        each = enumerate(zip(found, wanted, strict=True))
-        return [d for i, pair in each for d in differences(*pair, f"{where}/{i}", allowed)]
-    if isinstance(found, Tensor) and isinstance(wanted, Tensor):
-        if found.shape != wanted.shape or found.dtype != wanted.dtype:
-            return [f"{where} is {found.dtype} {tuple(found.shape)}, not {wanted.dtype} {tuple(wanted.shape)}"]
-        off = float((found.double() - wanted.double()).abs().max()) if wanted.numel() else 0.0
-        scale = max(1.0, float(wanted.abs().max())) if wanted.numel() else 1.0
-        return [] if off <= allowed * scale else [f"{where} is off by {off}"]
-    if isinstance(found, float) and isinstance(wanted, float):
-        same = found == wanted or abs(found - wanted) <= allowed * max(1.0, abs(wanted))
-        return [] if same else [f"{where} is {found}, not {wanted}"]
-    return [] if found == wanted else [f"{where} is {found!r}, not {wanted!r}"]
+    if isinstance(actual, dict) and isinstance(expected, dict):
+        if actual.keys() != expected.keys():
+            return [f"{place} has {sorted(map(str, actual))}, not {sorted(map(str, expected))}"]
+        return [d for key in expected for d in differences(actual[key], expected[key], f"{place}/{key}", allowed)]
+    if isinstance(actual, (list, tuple)) and isinstance(expected, (list, tuple)):
+        if len(actual) != len(expected):
+            return [f"{place} has {len(actual)} entries, not {len(expected)}"]
+        item = enumerate(zip(actual, expected, strict=True))
+        return [d for i, pair in item for d in differences(*pair, f"{place}/{i}", allowed)]
+    if isinstance(actual, Tensor) and isinstance(expected, Tensor):
+        if actual.shape != expected.shape or actual.dtype != expected.dtype:
+            return [f"{place} is {actual.dtype} {tuple(actual.shape)}, not {expected.dtype} {tuple(expected.shape)}"]
+        off = float((actual.double() - expected.double()).abs().max()) if expected.numel() else 0.0
+        scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
+        return [] if off <= allowed * scale else [f"{place} is off by {off}"]
+    if isinstance(actual, float) and isinstance(expected, float):
+        is_same = actual == expected or abs(actual - expected) <= allowed * max(1.0, abs(expected))
+        return [] if is_same else [f"{place} is {actual}, not {expected}"]
+    return [] if actual == expected else [f"{place} is {actual!r}, not {expected!r}"]

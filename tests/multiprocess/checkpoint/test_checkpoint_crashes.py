@@ -102,9 +102,9 @@ class Counts(pl.Callback):
 
 def _held(trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
     shards = trainer.strategy.run_tables.shards
-    for name, of_table in shards.shards.items():
+    for name, table_options in shards.shards.items():
         with without_torch_function():
-            held = [shard.weight.data for shard in of_table]
+            held = [shard.weight.data for shard in table_options]
         yield from ((name, data) for data in held)
     yield from (("fused state", tensor) for tensors in shards.fused_state().values() for tensor in tensors)
     yield from ((name, p.data) for name, p in trainer.lightning_module.top.named_parameters())
@@ -230,9 +230,9 @@ class Kills:
                     process.kill()
                 process.join()
         self._look(victims, [process.exitcode for process in ranks])
-        said = [text.strip().splitlines()[-1] for text in self._notes("error").values()]
+        messages = [text.strip().splitlines()[-1] for text in self._notes("error").values()]
         when = f"{saves} saves and {seconds:.3f} s"
-        self.told.append(f"killed {victims} after {when}; ended in {took:.2f} s; step {self.step}; {said}")
+        self.told.append(f"killed {victims} after {when}; ended in {took:.2f} s; step {self.step}; {messages}")
 
     def _look(self, victims: tuple[int, ...], codes: list[Any]) -> None:
         for rank in {0, 1} - set(victims):
@@ -242,11 +242,11 @@ class Kills:
             assert "AssertionError" not in error, error
         step, name = self._reported()
         assert (self.folder / name).exists() or not name.startswith("step"), f"{name} was reported and is gone"
-        found = {path.name: _step_of(path) for path in self.folder.iterdir() if not path.name.startswith(".")}
-        for known, of_step in found.items():
-            assert known == "last.ckpt" or re.fullmatch(rf"step={of_step}(-v\d+)?\.ckpt", known), found
-        assert found["last.ckpt"] >= max(self.step, step if name == "last.ckpt" else step - 1), (found, step, name)
-        self.step = found["last.ckpt"]
+        actual = {path.name: _step_of(path) for path in self.folder.iterdir() if not path.name.startswith(".")}
+        for known, of_step in actual.items():
+            assert known == "last.ckpt" or re.fullmatch(rf"step={of_step}(-v\d+)?\.ckpt", known), actual
+        assert actual["last.ckpt"] >= max(self.step, step if name == "last.ckpt" else step - 1), (actual, step, name)
+        self.step = actual["last.ckpt"]
 
     def _notes(self, kind: str) -> dict[int, str]:
         files = self.folder.parent.glob(f"{self.folder.name}.{kind}.*")
@@ -304,13 +304,13 @@ def test_a_script_whose_other_rank_was_killed_ends_by_itself(tmp_path: Path, is_
     ]
     common = {"WORLD_SIZE": "2", "TEST_NUM_RANKS": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     common |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    said = [open(tmp_path / f"{rank}.said", "w+") for rank in range(2)]  # noqa: SIM115  the processes write into them
+    messages = [open(tmp_path / f"{rank}.said", "w+") for rank in range(2)]  # noqa: SIM115  the processes write into them
     ranks = [
         subprocess.Popen(
             command,
             env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=said[rank],
-            stderr=said[rank],
+            stdout=messages[rank],
+            stderr=messages[rank],
         )
         for rank in range(2)
     ]
@@ -325,8 +325,8 @@ def test_a_script_whose_other_rank_was_killed_ends_by_itself(tmp_path: Path, is_
         for process in ranks:
             process.kill()
             process.wait()
-    said[1 - victim].seek(0)
-    text = said[1 - victim].read()
+    messages[1 - victim].seek(0)
+    text = messages[1 - victim].read()
     print(text[-2000:])
     assert "Error" in text
     assert "terminate called" not in text
@@ -369,10 +369,10 @@ def _dies_at(line: int, action: Callable[[], None]) -> int:
     if pid := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     try:
-        left = itertools.count(line, -1)
+        countdown = itertools.count(line, -1)
 
         def look(frame: Any, event: str, argument: Any) -> Any:
-            if event == "line" and next(left) <= 0:
+            if event == "line" and next(countdown) <= 0:
                 os._exit(9)
             return look
 
@@ -388,13 +388,13 @@ def _without_exchange() -> None:
     atomic_folder.ctypes.CDLL = lambda *_, **__: object()
 
 
-def _die_everywhere(scratch: str, before: bool, exchange: bool) -> dict[str, int]:
+def _die_everywhere(scratch: str, has_old: bool, exchange: bool) -> dict[str, int]:
     """Write step 2 over step 1, or first, dying at one line after the other. Returns how often what was found."""
     if not exchange:
         _without_exchange()
-    template, found = Path(scratch) / "template", {"lines": 0, "old": 0, "new": 0, "none": 0, "hidden": 0}
+    template, actual = Path(scratch) / "template", {"lines": 0, "old": 0, "new": 0, "none": 0, "hidden": 0}
     template.mkdir()
-    if before:
+    if has_old:
         _write(template / "last.ckpt", 1)
     for line in itertools.count(1):
         folder = Path(scratch) / str(line)
@@ -403,42 +403,42 @@ def _die_everywhere(scratch: str, before: bool, exchange: bool) -> dict[str, int
         code = _dies_at(line, lambda path=path: _write(path, 2))
         assert code in (0, 9), code
         at_once = _written(path) if path.exists() else 0
-        found["hidden"] += bool(_hidden(folder))
+        actual["hidden"] += bool(_hidden(folder))
         for new in folder.glob(f"{NEW}*"):
             os.utime(new, (0, 0))  # long ago
         clean_up(folder)
         assert not _hidden(folder), line
         after = _written(path) if path.exists() else 0
-        assert after in ((1, 2) if before else (0, 2)), (line, at_once, after)
+        assert after in ((1, 2) if has_old else (0, 2)), (line, at_once, after)
         assert after >= at_once, (line, at_once, after)
-        assert at_once or not before or not exchange, f"nothing under the name after line {line}"
-        found[{0: "none", 1: "old", 2: "new"}[at_once]] += 1
+        assert at_once or not has_old or not exchange, f"nothing under the name after line {line}"
+        actual[{0: "none", 1: "old", 2: "new"}[at_once]] += 1
         shutil.rmtree(folder)
         if code == 0:
             assert after == 2
-            found["lines"] = line
-            return found
+            actual["lines"] = line
+            return actual
     raise AssertionError
 
 
 @pytest.mark.parametrize(
-    ("before", "exchange"),
+    ("has_old", "exchange"),
     slow_except([(True, True)], [(True, True), (True, False), (False, True)]),
     ids=["over another", "over another, by two renames", "the first"],
 )
 def test_a_writer_that_dies_at_any_line_leaves_the_old_or_the_new_one(
-    scratch: Path, before: bool, exchange: bool
+    scratch: Path, has_old: bool, exchange: bool
 ) -> None:
-    found = run_on_ranks(_die_everywhere, 1, str(scratch), before, exchange)[0]
-    print(found)
-    assert found["lines"] > 50, "the checker saw too few lines to mean anything"
-    assert found["new"] > 1, "it never died after the renames"
-    assert found["hidden"] > 20
-    if not before:
-        assert found["none"] > 20
+    actual = run_on_ranks(_die_everywhere, 1, str(scratch), has_old, exchange)[0]
+    print(actual)
+    assert actual["lines"] > 50, "the checker saw too few lines to mean anything"
+    assert actual["new"] > 1, "it never died after the renames"
+    assert actual["hidden"] > 20
+    if not has_old:
+        assert actual["none"] > 20
     else:
-        assert found["old"] > 20
-        assert (found["none"] > 0) == (not exchange)  # between two renames there is a moment without the name
+        assert actual["old"] > 20
+        assert (actual["none"] > 0) == (not exchange)  # between two renames there is a moment without the name
 
 
 def _remove_everywhere(scratch: str) -> int:
@@ -475,10 +475,12 @@ def _cleaned_everywhere(scratch: str) -> dict[int, str]:
     _write(template / "last.ckpt", 1)
     for line in itertools.count(1):
         folder = Path(shutil.copytree(template, Path(scratch) / str(line)))
-        left = itertools.count(line, -1)
+        countdown = itertools.count(line, -1)
 
-        def look(frame: Any, event: str, argument: Any, folder: Path = folder, left: Iterator[int] = left) -> Any:
-            if event == "line" and next(left) == 1:
+        def look(
+            frame: Any, event: str, argument: Any, folder: Path = folder, countdown: Iterator[int] = countdown
+        ) -> Any:
+            if event == "line" and next(countdown) == 1:
                 clean_up(folder)
             return look
 
@@ -494,7 +496,7 @@ def _cleaned_everywhere(scratch: str) -> dict[int, str]:
         assert _written(folder / "last.ckpt") in (1, 2)
         assert not _hidden(folder)
         shutil.rmtree(folder)
-        if next(left) > 0:
+        if next(countdown) > 0:
             assert line > 50
             return wrong
     raise AssertionError
@@ -543,8 +545,8 @@ def test_all_files_are_on_disk_before_the_marker_and_the_marker_before_the_name(
 
     def noted(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
-            where = os.readlink(f"/proc/self/fd/{arguments[0]}") if kind == "fsync" else str(arguments[0])
-            events.append(f"{kind} {Path(where).name}")
+            place = os.readlink(f"/proc/self/fd/{arguments[0]}") if kind == "fsync" else str(arguments[0])
+            events.append(f"{kind} {Path(place).name}")
             return function(*arguments)
 
         return call
@@ -556,12 +558,10 @@ def test_all_files_are_on_disk_before_the_marker_and_the_marker_before_the_name(
         events.clear()
         _write(tmp_path / "last.ckpt", step)
         named = next(i for i, event in enumerate(events) if event.split()[0] != "fsync" and UNFINISHED in event)
-        hidden, before = events[named].split()[1], events[:named]
-        assert before.index(f"fsync {MARKER}") < before.index(f"fsync {hidden}")
+        hidden, old = events[named].split()[1], events[:named]
+        assert old.index(f"fsync {MARKER}") < old.index(f"fsync {hidden}")
         files = {file.name for file in (tmp_path / "last.ckpt").iterdir()} - {MARKER}
-        on_disk = {
-            event.removeprefix("fsync ").removesuffix(".tmp") for event in before[: before.index(f"fsync {MARKER}")]
-        }
+        on_disk = {event.removeprefix("fsync ").removesuffix(".tmp") for event in old[: old.index(f"fsync {MARKER}")]}
         assert files <= on_disk
         assert events[named + 1] == f"fsync {tmp_path.name}"
 

@@ -44,9 +44,9 @@ TOO_LARGE = {"tensors": 4096, "the rest": 15000}
 class Model(ClickModel):
     """A click model that calls what it is told to at a step, keeps what it finds at every step, and logs a score."""
 
-    def __init__(self, at: dict[int, Callable[[], Any]] | None = None, watch: Path | None = None) -> None:
+    def __init__(self, position: dict[int, Callable[[], Any]] | None = None, watch: Path | None = None) -> None:
         super().__init__(torch.optim.Adagrad, {"lr": 0.1})
-        self.at, self.watch = at or {}, watch
+        self.at, self.watch = position or {}, watch
         self.seconds = 0.0
         """Of each step."""
         self.steps = 0
@@ -110,7 +110,7 @@ def _content(path: Path, rank: int = 0) -> tuple[Any, Any]:
 
     def read(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: read(each) for key, each in value.items()}
+            return {key: read(item) for key, item in value.items()}
         return type(value)(map(read, value)) if isinstance(value, (list, tuple)) else materialized(value)
 
     return read(loaded.checkpoint), read(loaded.rank_state)
@@ -152,16 +152,16 @@ def _slow(seconds: float) -> Iterator[list[tuple[float, float]]]:
 @contextlib.contextmanager
 def _no_limit() -> Iterator[None]:
     """Undo, in the end, what `_limit` did."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
 
 
-def _limit(who: int, size: int) -> None:
+def _limit(failing_rank: int, size: int) -> None:
     """Let files of one rank be no larger than that: EFBIG, as a full disk gives ENOSPC."""
-    if rank_and_num_ranks()[0] == who:
+    if rank_and_num_ranks()[0] == failing_rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
@@ -179,16 +179,16 @@ class WithoutTables(Model):
 
 
 def _disk_full(
-    scratch: str, is_async: bool, who: int, what: str, steps: int, kind: type[Model] = Model, depth: int = 3
+    scratch: str, is_async: bool, failing_rank: int, case: str, steps: int, kind: type[Model] = Model, depth: int = 3
 ) -> dict[str, Any]:
     """Save at step 2, then to the same name at step 4, when one rank's disk is full."""
-    path = _folder(scratch, f"{is_async}-{who}-{what}-{steps}-{kind.__name__}-{depth}") / "it.ckpt"
+    path = _folder(scratch, f"{is_async}-{failing_rank}-{case}-{steps}-{kind.__name__}-{depth}") / "it.ckpt"
     trainer = _trainer(is_async, prefetch={"depth": depth}, **{} if kind is Model else {"tables": {}})
 
     def again() -> None:
         if is_async:
             trainer.strategy.session.checkpoints._saver.finish()  # of step 2
-        _limit(who, TOO_LARGE[what])
+        _limit(failing_rank, TOO_LARGE[case])
         trainer.save_checkpoint(path)
 
     model = seeded(kind, {2: lambda: trainer.save_checkpoint(path), 4: again})
@@ -207,23 +207,25 @@ def _folder(scratch: str, name: str) -> Path:
 @KINDS
 def test_a_full_disk_of_one_rank_raises_on_all_and_the_old_checkpoint_stays(tmp_path: Path, is_async: bool) -> None:
     further = (60, 4) if is_async else (60,)  # steps after it, or none
-    cases: list[Any] = [(who, what, steps) for who in (0, 1) for what in TOO_LARGE for steps in further]
+    cases: list[Any] = [
+        (failing_rank, case, steps) for failing_rank in (0, 1) for case in TOO_LARGE for steps in further
+    ]
     cases += [(0, "tensors", 60, Model, 1), (1, "the rest", 60, WithoutTables)]
     calls = {str(case): (_disk_full, str(tmp_path), is_async, *case) for case in cases}
     ranks = run_each_on_ranks(calls, 2)
     for case in cases:
-        who, what, steps = case[:3]
-        one, other = (of_rank[str(case)] for of_rank in ranks)
-        for found in (one, other):
-            assert found["raised"].startswith("CheckpointError: "), found
-            assert "File too large" in found["raised"], found
-            assert "it.ckpt" in found["raised"], found
-            assert found["old"] == 2, found
-            assert found["names"] == ["it.ckpt"], found
-        told = (other if who == 0 else one)["raised"]  # to the rank that could write
-        assert f"rank {who}: " in told, told
-        assert one["steps"] == other["steps"], (one, other)
-        assert 4 < one["steps"] < 60 if is_async and steps == 60 else one["steps"] == 4, one
+        failing_rank, what, steps = case[:3]
+        first, other = (rank_results[str(case)] for rank_results in ranks)
+        for actual in (first, other):
+            assert actual["raised"].startswith("CheckpointError: "), actual
+            assert "File too large" in actual["raised"], actual
+            assert "it.ckpt" in actual["raised"], actual
+            assert actual["old"] == 2, actual
+            assert actual["names"] == ["it.ckpt"], actual
+        warned = (other if failing_rank == 0 else first)["raised"]  # to the rank that could write
+        assert f"rank {failing_rank}: " in warned, warned
+        assert first["steps"] == other["steps"], (first, other)
+        assert 4 < first["steps"] < 60 if is_async and steps == 60 else first["steps"] == 4, first
 
 
 def _disk_full_for_all(folder: str, is_async: bool) -> dict[str, Any]:
@@ -252,18 +254,18 @@ def test_a_file_system_without_space_is_reported_on_all_ranks_and_keeps_the_old_
     if mounted.returncode:
         pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.strip()}")
     try:
-        for found in run_on_ranks(_disk_full_for_all, 2, str(tmp_path), is_async):
-            assert found["raised"].startswith("CheckpointError: "), found
-            assert "No space left on device" in found["raised"], found
-            assert found["old"] == 2
-            assert found["names"] == ["ballast", "it.ckpt"]
+        for actual in run_on_ranks(_disk_full_for_all, 2, str(tmp_path), is_async):
+            assert actual["raised"].startswith("CheckpointError: "), actual
+            assert "No space left on device" in actual["raised"], actual
+            assert actual["old"] == 2
+            assert actual["names"] == ["ballast", "it.ckpt"]
     finally:
         subprocess.run(["umount", tmp_path], check=True)
 
 
-def _fails_at_the_end(scratch: str, is_async: bool, what: str) -> dict[str, Any]:
+def _fails_at_the_end(scratch: str, is_async: bool, case: str) -> dict[str, Any]:
     """The last steps of a write fail on rank 0, the only one that has them."""
-    path, trainer = _folder(scratch, f"{is_async}-{what}") / "it.ckpt", _trainer(is_async)
+    path, trainer = _folder(scratch, f"{is_async}-{case}") / "it.ckpt", _trainer(is_async)
     write_file, exchange = atomic_folder.write_file, atomic_folder._exchange
 
     def no_marker(file: Path, content: bytes) -> None:
@@ -277,7 +279,7 @@ def _fails_at_the_end(scratch: str, is_async: bool, what: str) -> dict[str, Any]
     def again() -> None:
         if is_async:
             trainer.strategy.session.checkpoints._saver.finish()
-        if what == "marker":
+        if case == "marker":
             atomic_folder.write_file = no_marker
         else:
             atomic_folder._exchange = no_exchange
@@ -292,32 +294,32 @@ def _fails_at_the_end(scratch: str, is_async: bool, what: str) -> dict[str, Any]
 
 @KINDS
 def test_a_disk_that_fails_at_the_very_end_leaves_the_old_checkpoint(tmp_path: Path, is_async: bool) -> None:
-    calls = {what: (_fails_at_the_end, str(tmp_path), is_async, what) for what in ("marker", "exchange")}
-    for of_rank in run_each_on_ranks(calls, 2):
-        for found in of_rank.values():
-            assert found["raised"].startswith("CheckpointError: "), found
-            assert "Input/output error" in found["raised"], found
-            assert (found["old"], found["names"]) == (2, ["it.ckpt"]), found
+    calls = {case: (_fails_at_the_end, str(tmp_path), is_async, case) for case in ("marker", "exchange")}
+    for rank_results in run_each_on_ranks(calls, 2):
+        for actual in rank_results.values():
+            assert actual["raised"].startswith("CheckpointError: "), actual
+            assert "Input/output error" in actual["raised"], actual
+            assert (actual["old"], actual["names"]) == (2, ["it.ckpt"]), actual
 
 
 def _nowhere(scratch: str, is_async: bool) -> list[str]:
     file = Path(scratch) / "a file"
     file.touch()
     paths = [file / "it.ckpt", file / "further" / "it.ckpt", Path("/proc/nowhere/it.ckpt")]
-    found = []
+    actual = []
     for path in paths:
         trainer = _trainer(is_async)
-        found.append(_fit(trainer, _model({2: lambda t=trainer, p=path: t.save_checkpoint(p)}), 4))
-    return found
+        actual.append(_fit(trainer, _model({2: lambda t=trainer, p=path: t.save_checkpoint(p)}), 4))
+    return actual
 
 
 @KINDS
 def test_a_path_that_cannot_be_is_reported_on_every_rank(tmp_path: Path, is_async: bool) -> None:
-    for of_rank in run_on_ranks(_nowhere, 2, str(tmp_path), is_async):
-        for said, why in zip(of_rank, ["File exists", "Not a directory", "No such file"], strict=True):
-            assert said.startswith("CheckpointError: "), said
-            assert why in said
-            assert "cannot be written" in said
+    for rank_results in run_on_ranks(_nowhere, 2, str(tmp_path), is_async):
+        for message, reason in zip(rank_results, ["File exists", "Not a directory", "No such file"], strict=True):
+            assert message.startswith("CheckpointError: "), message
+            assert reason in message
+            assert "cannot be written" in message
 
 
 def _over_a_file(folder: str) -> tuple[int, list[str]]:
@@ -357,9 +359,9 @@ def test_the_old_best_is_removed_only_once_the_new_one_is_complete(tmp_path: Pat
     calls = {
         str(case): (_top_1, str(tmp_path), *case) for case in [(a, f) for a in (False, True) for f in (False, True)]
     }
-    for of_rank in run_each_on_ranks(calls, 2):
+    for rank_results in run_each_on_ranks(calls, 2):
         for is_async in (False, True):
-            good, bad = of_rank[str((is_async, False))], of_rank[str((is_async, True))]
+            good, bad = rank_results[str((is_async, False))], rank_results[str((is_async, True))]
             assert (good["raised"], good["names"]) == ("", ["best-step=8.ckpt"]), good
             assert bad["raised"].startswith("CheckpointError: "), bad
             assert bad["names"] == ["best-step=4.ckpt"], bad
@@ -379,13 +381,13 @@ def _every_step(folder: str) -> dict[str, Any]:
 
 
 def test_at_most_one_checkpoint_is_being_written(tmp_path: Path) -> None:
-    for found in run_on_ranks(_every_step, 2, str(tmp_path)):
-        assert not found["raised"]
-        assert found["names"] == ["last.ckpt", "step=4.ckpt", "step=5.ckpt"]
-        assert len(found["writes"]) == 10
-        for (_, ended), (began, _) in zip(found["writes"], found["writes"][1:], strict=False):
+    for actual in run_on_ranks(_every_step, 2, str(tmp_path)):
+        assert not actual["raised"]
+        assert actual["names"] == ["last.ckpt", "step=4.ckpt", "step=5.ckpt"]
+        assert len(actual["writes"]) == 10
+        for (_, ended), (began, _) in zip(actual["writes"], actual["writes"][1:], strict=False):
             assert began >= ended
-        assert max(names.count(UNFINISHED) for names in found["watched"]) == 1
+        assert max(names.count(UNFINISHED) for names in actual["watched"]) == 1
     assert [_step(tmp_path / name) for name in ("last.ckpt", "step=4.ckpt", "step=5.ckpt")] == [5, 4, 5]
 
 
@@ -399,9 +401,9 @@ def _same_names(scratch: str, is_async: bool) -> list[tuple[str, int]]:
 
 def test_names_that_repeat_get_the_same_versions_as_in_synchronous_saving(tmp_path: Path) -> None:
     calls = {str(is_async): (_same_names, str(tmp_path), is_async) for is_async in (False, True)}
-    for of_rank in run_each_on_ranks(calls, 2):
-        assert of_rank["False"] == [("best-v1.ckpt", 2), ("best.ckpt", 1)]
-        assert of_rank["True"] == of_rank["False"]
+    for rank_results in run_each_on_ranks(calls, 2):
+        assert rank_results["False"] == [("best-v1.ckpt", 2), ("best.ckpt", 1)]
+        assert rank_results["True"] == rank_results["False"]
 
 
 def _snapshot(scratch: str, is_async: bool) -> int:
@@ -424,14 +426,14 @@ def test_what_an_asynchronous_checkpoint_holds_is_of_the_step_at_which_it_was_sa
 
 def _right_after(scratch: str) -> dict[str, bool]:
     trainer = _trainer(True)
-    during, after = Path(scratch) / "during.ckpt", Path(scratch) / "after.ckpt"
+    during, new = Path(scratch) / "during.ckpt", Path(scratch) / "after.ckpt"
     with _slow(0.5):
         assert not _fit(trainer, _model({4: lambda: trainer.save_checkpoint(during)}), 4)
-        found = {"fit": is_checkpoint(during)}
-        trainer.save_checkpoint(after)
-        found["save_checkpoint"] = is_checkpoint(after)
+        actual = {"fit": is_checkpoint(during)}
+        trainer.save_checkpoint(new)
+        actual["save_checkpoint"] = is_checkpoint(new)
         time.sleep(1.5)
-        return found | {"later": is_checkpoint(after)}
+        return actual | {"later": is_checkpoint(new)}
 
 
 def test_the_end_of_fit_and_saving_after_it_wait_for_the_checkpoint(tmp_path: Path) -> None:
@@ -441,11 +443,11 @@ def test_the_end_of_fit_and_saving_after_it_wait_for_the_checkpoint(tmp_path: Pa
 # ------------------------------------------------------------------------------------ something else fails meanwhile
 
 
-def _user_fails(scratch: str, who: tuple[int, ...]) -> dict[str, Any]:
+def _user_fails(scratch: str, failing_ranks: tuple[int, ...]) -> dict[str, Any]:
     path, trainer = Path(scratch) / "it.ckpt", _trainer(True)
 
     def fail() -> None:
-        if trainer.global_rank in who:
+        if trainer.global_rank in failing_ranks:
             raise ValueError("the user's code failed")
 
     began = time.monotonic()
@@ -455,36 +457,36 @@ def _user_fails(scratch: str, who: tuple[int, ...]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "who", slow_except([((1,),)], [((0, 1),), ((0,),), ((1,),)]), ids=["all", "the first", "the last"]
+    "failing_ranks", slow_except([((1,),)], [((0, 1),), ((0,),), ((1,),)]), ids=["all", "the first", "the last"]
 )
 def test_an_exception_while_a_checkpoint_is_written_is_what_is_seen_and_it_is_written(
-    tmp_path: Path, who: tuple[int, ...]
+    tmp_path: Path, failing_ranks: tuple[int, ...]
 ) -> None:
-    for rank, found in enumerate(run_on_ranks(_user_fails_alone, 2, str(tmp_path), who)):
-        if rank in who:
-            assert found["raised"] == "ValueError: the user's code failed"
-            assert found["complete"]
+    for rank, actual in enumerate(run_on_ranks(_user_fails_alone, 2, str(tmp_path), failing_ranks)):
+        if rank in failing_ranks:
+            assert actual["raised"] == "ValueError: the user's code failed"
+            assert actual["complete"]
         else:
-            assert "Error" in found["raised"]
-        assert found["seconds"] < 60
+            assert "Error" in actual["raised"]
+        assert actual["seconds"] < 60
     assert _step(tmp_path / "it.ckpt") == 3
 
 
-def _user_fails_alone(scratch: str, who: tuple[int, ...]) -> dict[str, Any]:
+def _user_fails_alone(scratch: str, failing_ranks: tuple[int, ...]) -> dict[str, Any]:
     """As in a script, a rank that has failed leaves."""
-    found = _user_fails(scratch, who)
-    if len(who) == 1 and rank_and_num_ranks()[0] in who:
+    actual = _user_fails(scratch, failing_ranks)
+    if len(failing_ranks) == 1 and rank_and_num_ranks()[0] in failing_ranks:
         from lightning_distrec.cluster.process_exit import leave
 
         leave()
-    return found
+    return actual
 
 
-def _terminated(scratch: str, who: int) -> dict[str, Any]:
-    path, trainer = Path(scratch) / f"{who}.ckpt", _trainer(True)
+def _terminated(scratch: str, failing_rank: int) -> dict[str, Any]:
+    path, trainer = Path(scratch) / f"{failing_rank}.ckpt", _trainer(True)
 
     def stop() -> None:
-        if trainer.global_rank == who:
+        if trainer.global_rank == failing_rank:
             os.kill(os.getpid(), signal.SIGTERM)
 
     model = _model({3: lambda: trainer.save_checkpoint(path), 4: stop})
@@ -494,14 +496,16 @@ def _terminated(scratch: str, who: int) -> dict[str, Any]:
 
 
 def test_sigterm_while_a_checkpoint_is_written_lets_it_become_complete(tmp_path: Path) -> None:
-    ranks = run_each_on_ranks({str(who): (_terminated, str(tmp_path), who) for who in (0, 1)}, 2)
-    for who in ("0", "1"):
-        one, other = (of_rank[who] for of_rank in ranks)
-        assert one == other
-        assert one["raised"].startswith("SIGTERMException")
-        assert one["complete"]
-        assert one["step"] == 3
-        assert one["steps"] < 10
+    ranks = run_each_on_ranks(
+        {str(failing_rank): (_terminated, str(tmp_path), failing_rank) for failing_rank in (0, 1)}, 2
+    )
+    for failing_rank in ("0", "1"):
+        first, other = (rank_results[failing_rank] for rank_results in ranks)
+        assert first == other
+        assert first["raised"].startswith("SIGTERMException")
+        assert first["complete"]
+        assert first["step"] == 3
+        assert first["steps"] < 10
 
 
 # --------------------------------------------------------------------------------------------------- damage and more
@@ -513,13 +517,13 @@ def _save(path: str) -> None:
 
 
 def _resume_each(paths: dict[str, str], start_from: bool) -> dict[str, tuple[str, int]]:
-    found = {}
+    actual = {}
     for name, path in paths.items():
         model = _model()
         trainer = _trainer(checkpoint={"start_from": path} if start_from else {})
         raised = _fit(trainer, model, 2, ckpt_path=None if start_from else path)
-        found[name] = (raised, model.steps)
-    return found
+        actual[name] = (raised, model.steps)
+    return actual
 
 
 def _truncate(file: Path) -> None:
@@ -594,17 +598,17 @@ def test_a_damaged_checkpoint_is_reported_on_every_rank_before_training_starts(
         paths[name] = str(shutil.copytree(complete, tmp_path / name))
         damage(Path(paths[name]))
     ranks = run_on_ranks(_resume_each, 2, paths, start_from)
-    for found in ranks:
-        assert found.pop("complete")[1] > 0
-        for name, (said, steps) in found.items():
+    for actual in ranks:
+        assert actual.pop("complete")[1] > 0
+        for name, (message, steps) in actual.items():
             if start_from and name in NEEDED_TO_GO_ON:
                 continue
-            assert said.startswith("CheckpointError: "), (name, said)
-            assert DAMAGES[name][1] in said, (name, said)
-            assert name in said, (name, said)  # the folder's
-            assert "weights_only" not in said, f"advises to run code: {said}"
-            assert said.isprintable(), f"more than a line: {said!r}"
-            assert not re.search(r"rank 1: .*on rank 0", said), said
+            assert message.startswith("CheckpointError: "), (name, message)
+            assert DAMAGES[name][1] in message, (name, message)
+            assert name in message, (name, message)  # the folder's
+            assert "weights_only" not in message, f"advises to run code: {message}"
+            assert message.isprintable(), f"more than a line: {message!r}"
+            assert not re.search(r"rank 1: .*on rank 0", message), message
             assert steps == 0, name
 
 
@@ -614,9 +618,9 @@ def _not_there(scratch: str, start_from: bool) -> dict[str, tuple[str, int]]:
 
 def test_a_checkpoint_that_is_not_there_is_reported_on_every_rank(tmp_path: Path) -> None:
     calls = {str(start_from): (_not_there, str(tmp_path), start_from) for start_from in (False, True)}
-    for of_rank in run_each_on_ranks(calls, 2):
-        for found in of_rank.values():
-            assert found["absent"] == (f"MissingCheckpointError: there is no checkpoint {tmp_path}/absent.ckpt.", 0)
+    for rank_results in run_each_on_ranks(calls, 2):
+        for actual in rank_results.values():
+            assert actual["absent"] == (f"MissingCheckpointError: there is no checkpoint {tmp_path}/absent.ckpt.", 0)
 
 
 def _file_of_others(scratch: str) -> dict[str, tuple[str, int]]:
@@ -632,10 +636,10 @@ def _file_of_others(scratch: str) -> dict[str, tuple[str, int]]:
 
 
 def test_a_file_that_is_no_checkpoint_is_reported_as_one(tmp_path: Path) -> None:
-    for found in run_on_ranks(_file_of_others, 2, str(tmp_path)):
-        for name, (said, steps) in found.items():
-            assert said.startswith("CheckpointError: "), (name, said)
-            assert name in said
+    for actual in run_on_ranks(_file_of_others, 2, str(tmp_path)):
+        for name, (message, steps) in actual.items():
+            assert message.startswith("CheckpointError: "), (name, message)
+            assert name in message
             assert steps == 0
 
 
@@ -680,54 +684,54 @@ def _linked(scratch: str, fails: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("fails", slow_except([True], [False, True]), ids=["all is well", "the third fails"])
 def test_a_link_to_the_last_checkpoint_leads_to_a_complete_one(tmp_path: Path, fails: bool) -> None:
-    for found in run_on_ranks(_linked, 2, str(tmp_path), fails):
-        assert found["is_link"]
-        assert found["raised"].startswith("CheckpointError: ") == fails, found
-        kept = ["step=4.ckpt", "step=8.ckpt"] if fails else ["step=8.ckpt", "step=12.ckpt"]
-        assert found["names"] == sorted(["last.ckpt", *kept]), found
-        assert found["last"] == (8 if fails else 12), found
-        assert found["broken"] == [], f"at these steps last.ckpt led to nothing: {found['broken']}"
+    for actual in run_on_ranks(_linked, 2, str(tmp_path), fails):
+        assert actual["is_link"]
+        assert actual["raised"].startswith("CheckpointError: ") == fails, actual
+        retained = ["step=4.ckpt", "step=8.ckpt"] if fails else ["step=8.ckpt", "step=12.ckpt"]
+        assert actual["names"] == sorted(["last.ckpt", *retained]), actual
+        assert actual["last"] == (8 if fails else 12), actual
+        assert actual["broken"] == [], f"at these steps last.ckpt led to nothing: {actual['broken']}"
 
 
 # --------------------------------------------------------------------------------------------------------- refusals
 
 
 def _refused(scratch: str) -> dict[str, Any]:
-    found = {}
+    actual = {}
     model = _model()
-    found["plugin"] = (_fit(_trainer(plugins=[AsyncCheckpointIO()]), model, 2), model.steps)
+    actual["plugin"] = (_fit(_trainer(plugins=[AsyncCheckpointIO()]), model, 2), model.steps)
     model = _model()
     linked = ModelCheckpoint(f"{scratch}/links", save_last="link")
-    found["link"] = (_fit(_trainer(True, linked), model, 2), model.steps)
+    actual["link"] = (_fit(_trainer(True, linked), model, 2), model.steps)
     for is_async in (False, True):
         trainer = _trainer(is_async)
         raised = _fit(trainer, _model({1: lambda t=trainer: t.save_checkpoint("s3://bucket/it.ckpt")}), 2)
-        found[f"s3 {is_async}"] = (raised, 0)
+        actual[f"s3 {is_async}"] = (raised, 0)
     trainer = _trainer()
     options = {"storage_options": lambda spec: None}
     raised = _fit(trainer, _model({1: lambda: trainer.save_checkpoint(f"{scratch}/it.ckpt", **options)}), 2)
-    found["storage_options"] = (raised, 0)
-    found["left"] = os.listdir(scratch)
-    return found
+    actual["storage_options"] = (raised, 0)
+    actual["left"] = os.listdir(scratch)
+    return actual
 
 
 def test_what_belongs_to_other_storage_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    for found in run_on_ranks(_refused, 2, str(tmp_path)):
-        said, steps = found["plugin"]
-        assert said.startswith("ConfigError: plugins=AsyncCheckpointIO")
-        assert "checkpoint={'async_save': True}" in said
-        assert "checkpoint={'distributed': False}" in said
+    for actual in run_on_ranks(_refused, 2, str(tmp_path)):
+        message, steps = actual["plugin"]
+        assert message.startswith("ConfigError: plugins=AsyncCheckpointIO")
+        assert "checkpoint={'async_save': True}" in message
+        assert "checkpoint={'distributed': False}" in message
         assert steps == 0
-        said, steps = found["link"]
-        assert said.startswith("ConfigError: ")
-        assert "save_last='link'" in said
-        assert "async_save" in said
+        message, steps = actual["link"]
+        assert message.startswith("ConfigError: ")
+        assert "save_last='link'" in message
+        assert "async_save" in message
         assert steps == 0
         for kind in ("s3 False", "s3 True"):
-            assert found[kind][0].startswith("ConfigError: s3://bucket/it.ckpt: ")
-            assert "checkpoint={'distributed': False}" in found[kind][0]
-        assert found["storage_options"][0].startswith("ConfigError: storage_options belong to a CheckpointIO")
-        assert found["left"] == []
+            assert actual[kind][0].startswith("ConfigError: s3://bucket/it.ckpt: ")
+            assert "checkpoint={'distributed': False}" in actual[kind][0]
+        assert actual["storage_options"][0].startswith("ConfigError: storage_options belong to a CheckpointIO")
+        assert actual["left"] == []
 
 
 class Colour(Enum):
@@ -767,8 +771,8 @@ PLAIN: dict[str, Any] = {
 class Remembers(pl.Callback):
     """Has a state. on: ranks that have it; others have None."""
 
-    def __init__(self, held: Any, on: tuple[int, ...] = (0, 1)) -> None:
-        self.held, self.on = held, on
+    def __init__(self, held: Any, label: tuple[int, ...] = (0, 1)) -> None:
+        self.held, self.on = held, label
 
     def state_dict(self) -> dict[str, Any]:
         return {"held": self.held if rank_and_num_ranks()[0] in self.on else None}
@@ -779,7 +783,7 @@ class Remembers(pl.Callback):
 
 def _holds(scratch: str, names: list[str], is_async: bool, keep: bool) -> dict[str, Any]:
     """Save what a callback holds at step 2. keep: whether there is a ModelCheckpoint."""
-    found = {}
+    actual = {}
     for name in names:
         folder = _folder(scratch, f"{name} {keep}")
         callbacks: list[Any] = [Remembers((NOT_PLAIN | PLAIN)[name])]
@@ -789,42 +793,42 @@ def _holds(scratch: str, names: list[str], is_async: bool, keep: bool) -> dict[s
         if not keep:
             model.at = {2: lambda t=trainer, p=path: t.save_checkpoint(p)}
         raised = _fit(trainer, model, 3)
-        found[name] = (raised, model.steps, _step(path), _names(folder))
-    return found
+        actual[name] = (raised, model.steps, _step(path), _names(folder))
+    return actual
 
 
 @KINDS
 def test_what_is_no_plain_type_is_refused_with_its_path_and_type(tmp_path: Path, is_async: bool) -> None:
     calls = {str(keep): (_holds, str(tmp_path), list(NOT_PLAIN), is_async, keep) for keep in (False, True)}
-    for of_rank in run_each_on_ranks(calls, 2):
+    for rank_results in run_each_on_ranks(calls, 2):
         for keep in (False, True):
-            for name, (said, steps, saved, names) in of_rank[str(keep)].items():
+            for name, (messages, steps, saved, names) in rank_results[str(keep)].items():
                 kind = type(NOT_PLAIN[name])
-                where = {"deep": "['held']['a'][1][0]['b'], a datetime.datetime,", "key": "['held'], a "}.get(
+                place = {"deep": "['held']['a'][1][0]['b'], a datetime.datetime,", "key": "['held'], a "}.get(
                     name, f"['held'], a {kind.__module__}.{kind.__qualname__},"
                 )
-                assert said.startswith("CheckpointError: "), (name, said)
-                assert "Remembers" in said, (name, said)
-                assert f"{where}" in said, (name, said)
-                assert "is no plain type" in said
+                assert messages.startswith("CheckpointError: "), (name, messages)
+                assert "Remembers" in messages, (name, messages)
+                assert f"{place}" in messages, (name, messages)
+                assert "is no plain type" in messages
                 # Before training where checkpoints are going to be saved, else at the first save.
                 assert (steps, saved, names) == (0 if keep else 2, 0, []), name
 
 
 def _holds_again(scratch: str) -> dict[str, Any]:
-    found = {}
+    actual = {}
     for name, value in PLAIN.items():
         callback = Remembers(None)
         raised = _fit(_trainer(False, callback), _model(), 3, ckpt_path=f"{scratch}/{name} True/it.ckpt")
-        found[name] = raised or _same(callback.held, {"in": ["/a", ("b",)]} if value is PATHS else value)
-    return found
+        actual[name] = raised or _same(callback.held, {"in": ["/a", ("b",)]} if value is PATHS else value)
+    return actual
 
 
 def test_plain_types_of_all_kinds_are_saved_and_loaded(tmp_path: Path) -> None:
     calls = {"save": (_holds, str(tmp_path), list(PLAIN), False, True), "load": (_holds_again, str(tmp_path))}
-    for of_rank in run_each_on_ranks(calls, 2):
-        assert {name: found[0] for name, found in of_rank["save"].items()} == dict.fromkeys(PLAIN, "")
-        assert of_rank["load"] == dict.fromkeys(PLAIN, True)
+    for rank_results in run_each_on_ranks(calls, 2):
+        assert {name: actual[0] for name, actual in rank_results["save"].items()} == dict.fromkeys(PLAIN, "")
+        assert rank_results["load"] == dict.fromkeys(PLAIN, True)
 
 
 class WithHyperparameters(Model):
@@ -856,16 +860,16 @@ def _pickles(scratch: str, options: dict[str, Any]) -> dict[str, Any]:
     path, checkpoint = Path(scratch) / "it.ckpt", {"pickles": True, **options}
     trainer, model = _trainer(checkpoint=checkpoint, max_steps=3), _with_settings()
     model.at = {2: lambda: model.trainer.save_checkpoint(path)}
-    found: dict[str, Any] = {"raised": _fit(trainer, model, 3), "losses": list(model.losses)}
+    actual: dict[str, Any] = {"raised": _fit(trainer, model, 3), "losses": list(model.losses)}
     resumed = _with_settings()
-    found["resumed"] = _fit(_trainer(checkpoint=checkpoint, max_steps=3), resumed, 3, ckpt_path=path)
-    found |= {"losses again": resumed.losses, "read": resumed.read}
-    found["without"] = _fit(_trainer(max_steps=3), _with_settings(), 3, ckpt_path=path)
+    actual["resumed"] = _fit(_trainer(checkpoint=checkpoint, max_steps=3), resumed, 3, ckpt_path=path)
+    actual |= {"losses again": resumed.losses, "read": resumed.read}
+    actual["without"] = _fit(_trainer(max_steps=3), _with_settings(), 3, ckpt_path=path)
     if rank_and_num_ranks()[0] == 0:
         loaded = WithSettings.load_from_checkpoint(path, weights_only=False)
-        found["loaded"] = (loaded.hparams["when"], type(loaded.hparams["loss"]).__name__, loaded.read)
-    found["saved without"] = _fit(_trainer(checkpoint={**options, "pickles": False}), model, 3)
-    return found
+        actual["loaded"] = (loaded.hparams["when"], type(loaded.hparams["loss"]).__name__, loaded.read)
+    actual["saved without"] = _fit(_trainer(checkpoint={**options, "pickles": False}), model, 3)
+    return actual
 
 
 @pytest.mark.slow
@@ -874,16 +878,16 @@ def test_pickles_are_saved_and_loaded_where_they_are_asked_for(tmp_path: Path) -
     for kind in kinds:
         (tmp_path / kind).mkdir()
     calls = {kind: (_pickles, str(tmp_path / kind), options) for kind, options in kinds.items()}
-    for rank, of_rank in enumerate(run_each_on_ranks(calls, 2)):
-        for found in of_rank.values():
-            assert found["raised"] == found["resumed"] == ""
-            assert found["losses again"] == found["losses"][2:]
-            assert found["read"] == {"path": Path("data"), "when": datetime(2026, 1, 1)}
-            assert "CheckpointError" in found["without"]
-            assert "checkpoint: {pickles: true}, or by export --pickles" in found["without"]
-            assert "set checkpoint={'pickles': True} in the strategy" in found["saved without"]
+    for rank, rank_results in enumerate(run_each_on_ranks(calls, 2)):
+        for actual in rank_results.values():
+            assert actual["raised"] == actual["resumed"] == ""
+            assert actual["losses again"] == actual["losses"][2:]
+            assert actual["read"] == {"path": Path("data"), "when": datetime(2026, 1, 1)}
+            assert "CheckpointError" in actual["without"]
+            assert "checkpoint: {pickles: true}, or by export --pickles" in actual["without"]
+            assert "set checkpoint={'pickles': True} in the strategy" in actual["saved without"]
             if rank == 0:
-                assert found["loaded"] == (datetime(2026, 1, 1), "MSELoss", found["read"])
+                assert actual["loaded"] == (datetime(2026, 1, 1), "MSELoss", actual["read"])
     for kind in kinds:
         saved = tmp_path / kind / "it.ckpt"
         with pytest.raises(CheckpointError, match="or by export --pickles, if you trust it"):
@@ -902,12 +906,12 @@ def _hyperparameters(scratch: str) -> tuple[list[str], dict[str, Any]]:
     torch.manual_seed(7)
     model = WithHyperparameters(0.5, datetime(2026, 1, 1), [1, 2], torch.nn.MSELoss())
     model.at = {1: lambda: trainer.save_checkpoint(path), 2: lambda: trainer.save_checkpoint(path)}
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         raised = _fit(trainer, model, 2)
     assert not raised, raised
-    said = [str(warning.message) for warning in told if "not in checkpoints" in str(warning.message)]
-    return said, _content(path)[0]["hyper_parameters"]
+    messages = [str(warning.message) for warning in warned if "not in checkpoints" in str(warning.message)]
+    return messages, _content(path)[0]["hyper_parameters"]
 
 
 def test_hyperparameters_that_are_no_plain_types_are_left_out_with_one_warning_each(tmp_path: Path) -> None:
@@ -923,8 +927,8 @@ def test_hyperparameters_that_are_no_plain_types_are_left_out_with_one_warning_e
 
 
 def test_hyperparameters_of_omegaconf_become_a_dict_with_a_warning() -> None:
-    given = pytest.importorskip("omegaconf").OmegaConf.create({"rate": 0.5, "layers": [1], "same": "${rate}"})
-    checkpoint, warned = {"hyper_parameters": given, "hparams_type": type(given)}, set[str]()
+    options = pytest.importorskip("omegaconf").OmegaConf.create({"rate": 0.5, "layers": [1], "same": "${rate}"})
+    checkpoint, warned = {"hyper_parameters": options, "hparams_type": type(options)}, set[str]()
     with pytest.warns(UserWarning, match="are a DictConfig of OmegaConf, and a dict in checkpoints"):
         drop_hyperparameters(checkpoint, warned)
     assert checkpoint == {"hyper_parameters": {"rate": 0.5, "layers": [1], "same": 0.5}}
@@ -956,20 +960,24 @@ def test_a_rank_whose_module_differs_neither_hangs_nor_spoils_the_checkpoint(tmp
     calls = {str(is_async): (_differs, str(tmp_path), is_async) for is_async in (False, True)}
     ranks = run_each_on_ranks(calls, 2)
     for kind in ("False", "True"):
-        assert [of_rank[kind]["raised"] for of_rank in ranks] == ["", ""]
+        assert [rank_results[kind]["raised"] for rank_results in ranks] == ["", ""]
         state = _content(Path(ranks[0][kind]["path"]))[0]["state_dict"]
         assert state["seen"].shape == (10_000,)
         assert float(state["seen"].sum()) == 0.0
 
 
-def _one_remembers(scratch: str, who: int, name: str) -> str:
-    path, trainer, model = Path(scratch) / "it.ckpt", _trainer(False, Remembers(NOT_PLAIN[name], (who,))), _model()
+def _one_remembers(scratch: str, failing_rank: int, name: str) -> str:
+    path, trainer, model = (
+        Path(scratch) / "it.ckpt",
+        _trainer(False, Remembers(NOT_PLAIN[name], (failing_rank,))),
+        _model(),
+    )
     model.at = {2: lambda: trainer.save_checkpoint(path)}
     return _fit(trainer, model, 3)
 
 
 def test_what_only_one_rank_remembers_counts_where_it_is_rank_0(tmp_path: Path) -> None:
-    calls = {str(who): (_one_remembers, str(tmp_path), who, "datetime") for who in (0, 1)}
-    for of_rank in run_each_on_ranks(calls, 2):
-        assert "checkpoint['callbacks']['Remembers']['held'], a datetime.datetime," in of_rank["0"]
-        assert of_rank["1"] == ""  # as in Lightning, what rank 0 has is saved
+    calls = {str(failing_rank): (_one_remembers, str(tmp_path), failing_rank, "datetime") for failing_rank in (0, 1)}
+    for rank_results in run_each_on_ranks(calls, 2):
+        assert "checkpoint['callbacks']['Remembers']['held'], a datetime.datetime," in rank_results["0"]
+        assert rank_results["1"] == ""  # as in Lightning, what rank 0 has is saved

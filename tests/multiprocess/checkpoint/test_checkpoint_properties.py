@@ -47,7 +47,7 @@ class Pair(_Plain):
 
     job: Job
     num_ranks: int
-    then: Job
+    second: Job
     """The same job with other plans and updates."""
     then_ranks: int
     epochs: int = 1
@@ -93,7 +93,7 @@ def a_pair(draw: st.DrawFn) -> Pair:
     return Pair(
         job=job,
         num_ranks=num_ranks,
-        then=replace(job, collections=collections, update=draw(st.sampled_from(updates))),
+        second=replace(job, collections=collections, update=draw(st.sampled_from(updates))),
         then_ranks=then_ranks,
         epochs=draw(st.integers(1, 2)),
         one_file=draw(st.booleans()) and draw(st.booleans()),
@@ -121,17 +121,17 @@ def pairs_of(count: int, first_seed: int) -> list[Pair]:
 
 def _batch_of_rank(job: Job, step: int) -> dict[str, Tensor]:
     rank, num_ranks = rank_and_num_ranks()
-    mine = range(rank * PARTS // num_ranks, (rank + 1) * PARTS // num_ranks)
-    parts = [make_batch(job, step, part) for part in mine]
+    local = range(rank * PARTS // num_ranks, (rank + 1) * PARTS // num_ranks)
+    parts = [make_batch(job, step, part) for part in local]
     return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
 
 
 def _train(pair: Pair, folder: str, goes_on: bool) -> Outcome:
     """Collective. Train for 3 epochs, or those that follow the checkpoint; the state at the end is saved too."""
-    job = pair.then if goes_on else pair.job
+    job = pair.second if goes_on else pair.job
     plain = [name for name, table in job.tables().items() if "." not in name.removeprefix("collections.")]
     options = {
-        name: chosen for name, chosen in table_options(job).items() if not (goes_on and pair.whole and name in plain)
+        name: sampled for name, sampled in table_options(job).items() if not (goes_on and pair.whole and name in plain)
     }
     torch.manual_seed(job.seed)
     model = _Model(job)
@@ -182,50 +182,50 @@ def _outcomes(pairs: Sequence[tuple[int, Pair]], folder: str, goes_on: bool) -> 
     for num_ranks in (1, 2, 3, 4):
         todo = [(i, p) for i, p in pairs if (p.then_ranks if goes_on else p.num_ranks) == num_ranks]
         while todo:
-            now, failed = todo[:AT_ONCE], ""
+            current, failed = todo[:AT_ONCE], ""
             try:
-                run_on_ranks(_train_all, num_ranks, now, folder, goes_on, timeout_seconds=at_most(len(now)))
+                run_on_ranks(_train_all, num_ranks, current, folder, goes_on, timeout_seconds=at_most(len(current)))
             except RankFailed as error:
                 failed = str(error)
-            done = [i for i, _ in now if Path(f"{folder}/{i} {goes_on}.pt").exists()]
+            done = [i for i, _ in current if Path(f"{folder}/{i} {goes_on}.pt").exists()]
             outcomes |= {i: torch.load(f"{folder}/{i} {goes_on}.pt", weights_only=False) for i in done}
             if failed:
-                culprit = now[len(done)][0] if len(done) < len(now) else done[-1]
+                culprit = current[len(done)][0] if len(done) < len(current) else done[-1]
                 outcomes[culprit] = Outcome(failed=failed)
             todo = [(i, p) for i, p in todo if i not in outcomes]
     return outcomes
 
 
-def _too_far(found: Any, wanted: Any, where: str, limit: float) -> list[str]:
+def _too_far(actual: Any, expected: Any, place: str, limit: float) -> list[str]:
     """Return where tensors or numbers in nested dicts differ, or what one of them does not have."""
-    if isinstance(wanted, dict) and isinstance(found, dict):
-        missing = [f"{where}: only one has {key}" for key in found.keys() ^ wanted.keys()]
+    if isinstance(expected, dict) and isinstance(actual, dict):
+        missing = [f"{place}: only one has {key}" for key in actual.keys() ^ expected.keys()]
         return missing + [
-            said
-            for key in found.keys() & wanted.keys()
-            for said in _too_far(found[key], wanted[key], f"{where} {key}", limit)
+            message
+            for key in actual.keys() & expected.keys()
+            for message in _too_far(actual[key], expected[key], f"{place} {key}", limit)
         ]
-    if not isinstance(wanted, Tensor):
-        return [] if found == wanted else [f"{where} is {found}, not {wanted}"]
-    if found.shape != wanted.shape:
-        return [f"{where} is {tuple(found.shape)}, not {tuple(wanted.shape)}"]
-    off = float((found - wanted).abs().max()) if wanted.numel() else 0.0
-    allowed = limit * max(1.0, float(wanted.abs().max())) if wanted.numel() else 0.0
-    return [] if off <= allowed else [f"{where} is off by {off}, where {allowed:.1e} is allowed"]
+    if not isinstance(expected, Tensor):
+        return [] if actual == expected else [f"{place} is {actual}, not {expected}"]
+    if actual.shape != expected.shape:
+        return [f"{place} is {tuple(actual.shape)}, not {tuple(expected.shape)}"]
+    off = float((actual - expected).abs().max()) if expected.numel() else 0.0
+    allowed = limit * max(1.0, float(expected.abs().max())) if expected.numel() else 0.0
+    return [] if off <= allowed else [f"{place} is off by {off}, where {allowed:.1e} is allowed"]
 
 
-def problems_of(pair: Pair, first: Outcome, then: Outcome, folder: str) -> list[str]:
+def problems_of(pair: Pair, first: Outcome, second: Outcome, folder: str) -> list[str]:
     """Return what is wrong: weights or optimizers' state at the end that the run that never stopped does not have."""
-    if failed := first.failed or then.failed:
+    if failed := first.failed or second.failed:
         return [failed]
-    if first.refused or then.refused:
+    if first.refused or second.refused:
         return []
     limit = 1e-3 if pair.job.precision == "bf16-mixed" else 1e-6 if pair.job.optimizer.startswith("SGD") else 1e-5
     if pair.job.loss == "sum":
         limit = max(limit, 1e-5)  # steps are as many times larger as a batch has examples: 2.7e-6 was seen with SGD
-    wanted, found = (plain_checkpoint(f"{folder}/{which}.ckpt") for which in ("first", "then"))
-    problems = _too_far(found["state_dict"], wanted["state_dict"], "state", limit)
-    for a, b in zip(found["optimizer_states"], wanted["optimizer_states"], strict=True):
+    expected, actual = (plain_checkpoint(f"{folder}/{index}.ckpt") for index in ("first", "then"))
+    problems = _too_far(actual["state_dict"], expected["state_dict"], "state", limit)
+    for a, b in zip(actual["optimizer_states"], expected["optimizer_states"], strict=True):
         if pair.one_file is False or not pair.whole:  # the numbers of a file are those of the groups, alike on both
             state_a, state_b = ({n: s for n, s in state["state"].items() if s} for state in (a, b))
             problems += _too_far(state_a, state_b, "optimizer", limit)
@@ -239,15 +239,15 @@ def check(pairs: list[Pair]) -> Counter[str]:
     with tempfile.TemporaryDirectory() as folder:
         first = _outcomes(list(enumerate(pairs)), folder, False)
         begun = [(i, p) for i, p in enumerate(pairs) if not first[i].failed and not first[i].refused]
-        then = _outcomes(begun, folder, True)
+        second = _outcomes(begun, folder, True)
         for i, pair in enumerate(pairs):
-            after = then.get(i, Outcome())
-            refused = first[i].refused or after.refused
+            new = second.get(i, Outcome())
+            refused = first[i].refused or new.refused
             seen.update(["refused " + refused.split(":")[0] if refused else "gone on"])
             if not pair.whole:
-                seen.update(f"{a} -> {b}" for a, b in zip(first[i].updates, after.updates, strict=False))
-            if said := problems_of(pair, first[i], after, f"{folder}/{i}"):
-                problems.append(f"{pair}\n{first[i].updates} {after.updates}\n" + "\n".join(said))
+                seen.update(f"{a} -> {b}" for a, b in zip(first[i].updates, new.updates, strict=False))
+            if message := problems_of(pair, first[i], new, f"{folder}/{i}"):
+                problems.append(f"{pair}\n{first[i].updates} {new.updates}\n" + "\n".join(message))
     if problems:
         raise AssertionError(f"{len(problems)} of {len(pairs)} pairs are wrong:\n\n" + "\n\n".join(problems))
     return seen
@@ -257,16 +257,16 @@ def check(pairs: list[Pair]) -> Counter[str]:
 def test_wrong_state_and_failed_ranks_are_reported() -> None:
     job = Job(((2,) * PARTS,), (Feature(),), (Collection("bags", (Table(8, 4, (0,)),)),), optimizer="Adam")
     right = Pair(job, 2, job, 1)
-    broken = replace(right, then=replace(job, optimizer="an optimizer that does not exist"))
-    forgets = replace(right, then=replace(job, optimizer="AdamW"))
-    with pytest.raises(AssertionError, match="2 of 3 pairs are wrong:\n\nPair\\(.*") as told:
+    broken = replace(right, later=replace(job, optimizer="an optimizer that does not exist"))
+    forgets = replace(right, later=replace(job, optimizer="AdamW"))
+    with pytest.raises(AssertionError, match="2 of 3 pairs are wrong:\n\nPair\\(.*") as warned:
         check([right, broken, forgets])
-    assert "KeyError: 'an optimizer that does not exist'" in str(told.value)
-    assert "state mlp.0.weight is off by" in str(told.value)
+    assert "KeyError: 'an optimizer that does not exist'" in str(warned.value)
+    assert "state mlp.0.weight is off by" in str(warned.value)
 
 
 @pytest.mark.timeout(at_most(10 * PAIRS))
 def test_any_job_goes_on_from_its_checkpoint_as_if_it_had_never_stopped() -> None:
     seen = check(pairs_of(PAIRS, SEED))
-    print(", ".join(f"{count} {what}" for what, count in sorted(seen.items())))
+    print(", ".join(f"{count} {case}" for case, count in sorted(seen.items())))
     assert seen["gone on"] > PAIRS / 2

@@ -33,13 +33,13 @@ def _save_and_test(folder: str) -> dict[str, Any]:
 
 
 def test_a_checkpoint_loads_strictly_into_the_unsharded_module_and_back_into_shards(tmp_path: Path) -> None:
-    found = run_on_warm_ranks(_save_and_test, 2, str(tmp_path))
-    assert found[0]["best"] == pytest.approx(found[0]["score"], abs=1e-7)
-    checkpoint = torch.load(found[0]["path"], weights_only=True)
+    actual = run_on_warm_ranks(_save_and_test, 2, str(tmp_path))
+    assert actual[0]["best"] == pytest.approx(actual[0]["score"], abs=1e-7)
+    checkpoint = torch.load(actual[0]["path"], weights_only=True)
     model = EvaluatedModel(*SGD)
     model.load_state_dict(checkpoint["state_dict"], strict=True)
-    resumed = run_on_warm_ranks(_test_from, 3, found[0]["path"])
-    assert resumed[0] == pytest.approx(found[0]["score"], abs=0.2)
+    resumed = run_on_warm_ranks(_test_from, 3, actual[0]["path"])
+    assert resumed[0] == pytest.approx(actual[0]["score"], abs=0.2)
 
 
 def _test_from(path: str) -> float:
@@ -58,9 +58,9 @@ def _load_what_does_not_fit(path: str) -> None:
 
 
 def test_a_checkpoint_that_does_not_fit_names_what_is_missing(tmp_path: Path) -> None:
-    found = run_on_warm_ranks(_save_and_test, 2, str(tmp_path))
+    actual = run_on_warm_ranks(_save_and_test, 2, str(tmp_path))
     with pytest.raises(RankFailed, match=r"CheckpointError: .*missing \['extra.weight', 'extra.bias'\]"):
-        run_on_warm_ranks(_load_what_does_not_fit, 2, found[0]["path"])
+        run_on_warm_ranks(_load_what_does_not_fit, 2, actual[0]["path"])
 
 
 def _save_after_fit(path: str) -> dict[str, torch.Tensor]:
@@ -72,9 +72,9 @@ def _save_after_fit(path: str) -> dict[str, torch.Tensor]:
 
 
 def test_save_checkpoint_after_fit_holds_every_ranks_rows(tmp_path: Path) -> None:
-    wanted = run_on_warm_ranks(_save_after_fit, 2, str(tmp_path / "after.ckpt"))[0]
-    found = torch.load(tmp_path / "after.ckpt", weights_only=True)["state_dict"]
-    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    expected = run_on_warm_ranks(_save_after_fit, 2, str(tmp_path / "after.ckpt"))[0]
+    actual = torch.load(tmp_path / "after.ckpt", weights_only=True)["state_dict"]
+    assert all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
 def _run_many() -> int:
@@ -107,8 +107,8 @@ def _validate_loaded(path: str) -> float:
 
 
 def test_a_new_run_starts_from_a_checkpoints_weights(tmp_path: Path) -> None:
-    found = run_on_warm_ranks(_save_and_test, 2, str(tmp_path))
-    assert run_on_warm_ranks(_validate_loaded, 2, found[0]["path"])[0] == pytest.approx(found[0]["score"], abs=1e-6)
+    actual = run_on_warm_ranks(_save_and_test, 2, str(tmp_path))
+    assert run_on_warm_ranks(_validate_loaded, 2, actual[0]["path"])[0] == pytest.approx(actual[0]["score"], abs=1e-6)
 
 
 def _save_in_small_chunks(path: str) -> dict[str, torch.Tensor]:
@@ -118,21 +118,21 @@ def _save_in_small_chunks(path: str) -> dict[str, torch.Tensor]:
     model = seeded(EvaluatedModel, *SGD)
     tables = {name: {"sharding_types": [cut], "min_partition": 4} for name, cut in CUTS.items()}
     trainer = make_trainer(ONE_FILE | {"tables": tables})
-    before = {key: value.clone() for key, value in model.state_dict().items()}
+    old = {key: value.clone() for key, value in model.state_dict().items()}
     model.options = {"lr": 0.0}
     trainer.fit(model, rank_loader(1, rank_and_num_ranks()[0]))
     trainer.save_checkpoint(path)
-    return before
+    return old
 
 
 CUTS = {"wide": "column_wise", "narrow": "row_wise", "shared": "table_wise"}
 
 
 def test_tables_that_travel_in_chunks_arrive_whole_whatever_the_sharding_type(tmp_path: Path) -> None:
-    wanted = run_on_warm_ranks(_save_in_small_chunks, 3, str(tmp_path / "chunks.ckpt"))[0]
-    found = torch.load(tmp_path / "chunks.ckpt", weights_only=True)["state_dict"]
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    expected = run_on_warm_ranks(_save_in_small_chunks, 3, str(tmp_path / "chunks.ckpt"))[0]
+    actual = torch.load(tmp_path / "chunks.ckpt", weights_only=True)["state_dict"]
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
 def _save_without_room(path: str) -> str:
@@ -153,9 +153,9 @@ def _save_without_room(path: str) -> str:
 
 
 def test_tables_that_do_not_fit_rank_zeros_host_are_reported_on_every_rank(tmp_path: Path) -> None:
-    for said in run_on_warm_ranks(_save_without_room, 2, str(tmp_path / "x.ckpt")):
-        assert said.startswith("CheckpointError: ")
-        assert "a checkpoint in one file gathers the tables on rank 0: 5,376 bytes" in said
+    for message in run_on_warm_ranks(_save_without_room, 2, str(tmp_path / "x.ckpt")):
+        assert message.startswith("CheckpointError: ")
+        assert "a checkpoint in one file gathers the tables on rank 0: 5,376 bytes" in message
 
 
 class Failing(ClickModel):

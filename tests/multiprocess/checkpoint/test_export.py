@@ -51,8 +51,8 @@ class Ratings(pl.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         users, films = batch
-        found = self.top(torch.cat([self.users(users), self.films(films)], 1)).squeeze(1)
-        return nn.functional.mse_loss(found, ((users + films) % 3).float())
+        actual = self.top(torch.cat([self.users(users), self.films(films)], 1)).squeeze(1)
+        return nn.functional.mse_loss(actual, ((users + films) % 3).float())
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=0.05)
@@ -79,7 +79,7 @@ def _global_batch(kind: str, step: int, num_ranks: int) -> Any:
     batches = [_batch(kind, step, rank) for rank in range(num_ranks)]
     if kind == "clicks":
         return join_batches(batches)
-    return tuple(torch.cat(of_ranks) for of_ranks in zip(*batches, strict=True))
+    return tuple(torch.cat(per_rank_results) for per_rank_results in zip(*batches, strict=True))
 
 
 def _save(kind: str, cut: str, path: str) -> dict[str, Tensor]:
@@ -112,7 +112,7 @@ def test_exported_weights_load_strictly_into_the_unsharded_module_and_are_those_
 ) -> None:
     _, folder, states = saved
     for kind, cut in _jobs():
-        wanted = states[f"{kind} {cut}"]
+        expected = states[f"{kind} {cut}"]
         for suffix in ("pt", "safetensors", "ckpt"):
             export(folder / f"{kind} {cut}.ckpt", tmp_path / f"{kind} {cut}.{suffix}")
         weights = {
@@ -120,12 +120,12 @@ def test_exported_weights_load_strictly_into_the_unsharded_module_and_are_those_
             "safetensors": load_file(tmp_path / f"{kind} {cut}.safetensors"),
             "ckpt": torch.load(tmp_path / f"{kind} {cut}.ckpt", weights_only=True)["state_dict"],
         }
-        for suffix, found in weights.items():
+        for suffix, actual in weights.items():
             module = MAKERS[kind]()
-            module.load_state_dict(found, strict=True)
-            assert all(torch.equal(value, wanted[key]) for key, value in module.state_dict().items()), (cut, suffix)
+            module.load_state_dict(actual, strict=True)
+            assert all(torch.equal(value, expected[key]) for key, value in module.state_dict().items()), (cut, suffix)
         start = MAKERS[kind]().state_dict()
-        assert not any(torch.equal(start[key], wanted[key]) for key in start), "nothing was trained"
+        assert not any(torch.equal(start[key], expected[key]) for key in start), "nothing was trained"
 
 
 def test_optimizers_have_the_state_of_the_unsharded_run_and_go_on_under_stock_lightning(
@@ -136,10 +136,10 @@ def test_optimizers_have_the_state_of_the_unsharded_run_and_go_on_under_stock_li
         path = tmp_path / f"{kind} {cut}.ckpt"
         export(folder / f"{kind} {cut}.ckpt", path)
         plain = _train_plainly(kind, num_ranks)
-        found = torch.load(path, weights_only=True)
-        wanted = plain[STEPS]["optimizer"]
-        assert _numbers_in_groups(found["optimizer_states"][0]) == _numbers_in_groups(wanted)
-        assert _differences(found["optimizer_states"][0]["state"], wanted["state"], num_ranks) == [], cut
+        actual = torch.load(path, weights_only=True)
+        expected = plain[STEPS]["optimizer"]
+        assert _numbers_in_groups(actual["optimizer_states"][0]) == _numbers_in_groups(expected)
+        assert _differences(actual["optimizer_states"][0]["state"], expected["state"], num_ranks) == [], cut
         resumed = _resume(kind, path, num_ranks)
         assert resumed["rates"] == plain[2 * STEPS]["rates"][STEPS:]
         assert resumed["steps"] == 2 * STEPS
@@ -151,16 +151,16 @@ def _numbers_in_groups(state: dict[str, Any]) -> list[dict[str, Any]]:
     return [{key: group[key] for key in ("params", "lr", "weight_decay")} for group in state["param_groups"]]
 
 
-def _differences(found: dict[Any, Any], wanted: dict[Any, Any], num_ranks: int) -> list[str]:
+def _differences(actual: dict[Any, Any], expected: dict[Any, Any], num_ranks: int) -> list[str]:
     """Return what differs in nested dicts of tensors by more than sums in another order may."""
-    assert found.keys() == wanted.keys(), (found.keys(), wanted.keys())
-    said = []
-    for key, value in wanted.items():
+    assert actual.keys() == expected.keys(), (actual.keys(), expected.keys())
+    messages = []
+    for key, value in expected.items():
         if isinstance(value, dict):
-            said += [f"{key}: {of_value}" for of_value in _differences(found[key], value, num_ranks)]
-        elif found[key].shape != value.shape or not torch.allclose(found[key], value, rtol=2e-4, atol=2e-6):
-            said.append(f"{key}: {tuple(found[key].shape)} by {float((found[key] - value).abs().max())}")
-    return said
+            messages += [f"{key}: {difference}" for difference in _differences(actual[key], value, num_ranks)]
+        elif actual[key].shape != value.shape or not torch.allclose(actual[key], value, rtol=2e-4, atol=2e-6):
+            messages.append(f"{key}: {tuple(actual[key].shape)} by {float((actual[key] - value).abs().max())}")
+    return messages
 
 
 def _train_plainly(kind: str, num_ranks: int) -> dict[int, dict[str, Any]]:
@@ -168,7 +168,7 @@ def _train_plainly(kind: str, num_ranks: int) -> dict[int, dict[str, Any]]:
     model: Any = MAKERS[kind]()
     made = model.configure_optimizers()
     optimizer = made["optimizer"] if isinstance(made, dict) else made
-    found, rates = {}, []
+    actual, rates = {}, []
     for step in range(2 * STEPS):
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.zero_grad()
@@ -177,8 +177,8 @@ def _train_plainly(kind: str, num_ranks: int) -> dict[int, dict[str, Any]]:
         if isinstance(made, dict):
             made["lr_scheduler"]["scheduler"].step()
         state = {key: value.detach().clone() for key, value in model.state_dict().items()}
-        found[step + 1] = {"state": state, "optimizer": copy.deepcopy(optimizer.state_dict()), "rates": list(rates)}
-    return found
+        actual[step + 1] = {"state": state, "optimizer": copy.deepcopy(optimizer.state_dict()), "rates": list(rates)}
+    return actual
 
 
 class _Rates(pl.Callback):
@@ -215,12 +215,12 @@ def test_a_folder_and_what_it_was_exported_to_do_not_differ(
 def test_inspect_shows_how_each_table_was_sharded(saved: tuple[int, Path, dict[str, Any]]) -> None:
     num_ranks, folder, _ = saved
     for kind, cut in _jobs():
-        found = describe(folder / f"{kind} {cut}.ckpt")
-        tables = {tensor.name: tensor.sharding_type for tensor in found.tensors if tensor.sharding_type is not None}
+        actual = describe(folder / f"{kind} {cut}.ckpt")
+        tables = {tensor.name: tensor.sharding_type for tensor in actual.tensors if tensor.sharding_type is not None}
         names = [f"ebc.embedding_bags.{name}.weight" for name in ("wide", "narrow", "shared")]
         assert tables == dict.fromkeys(names if kind == "clicks" else ["users.weight", "films.weight"], cut)
-        assert (found.problem, found.step, found.num_ranks) == (None, STEPS, num_ranks)
-        assert (found.versions or "").startswith(f"torch {torch.__version__.split('+')[0]}")
+        assert (actual.problem, actual.step, actual.num_ranks) == (None, STEPS, num_ranks)
+        assert (actual.versions or "").startswith(f"torch {torch.__version__.split('+')[0]}")
 
 
 # ------------------------------------------------------------------------------------------------------- size
@@ -236,13 +236,13 @@ def _table() -> Tensor:
 def large(tmp_path: Path) -> Iterator[Path]:
     """Return a folder of 1.1 GB: a table that four ranks had columns of, and what its optimizer keeps, cut by rows."""
     table = _table()
-    of_optimizer = {
+    optimizer_state = {
         "optimizer": "torch.optim.adagrad.Adagrad",
         "state": {"table.weight": {"sum": by_rows(table[: ROWS // 4].clone(), ROWS // 9), "step": torch.tensor(1.0)}},
         "param_groups": [{"lr": 0.1, "params": ["table.weight", "dense.weight"]}],
     }
     state = {"table.weight": by_columns(table, 16, 32, 48), "dense.weight": table[: ROWS // 16].clone()}
-    yield write_folder(tmp_path / "large.ckpt", {"state_dict": state, "optimizer_states": [of_optimizer]})
+    yield write_folder(tmp_path / "large.ckpt", {"state_dict": state, "optimizer_states": [optimizer_state]})
     shutil.rmtree(tmp_path)
 
 
@@ -274,11 +274,11 @@ def _export_alone(source: Path, *targets: Path) -> dict[str, Any]:
 @pytest.mark.slow
 def test_a_gigabyte_is_exported_within_256_megabytes_of_memory_and_30_seconds(large: Path, tmp_path: Path) -> None:
     assert describe(large).bytes_on_disk > 1e9
-    found = _export_alone(large, tmp_path / "out.ckpt", tmp_path / "out.safetensors")
-    print(found)
-    assert found["grown"] <= 256
+    actual = _export_alone(large, tmp_path / "out.ckpt", tmp_path / "out.safetensors")
+    print(actual)
+    assert actual["grown"] <= 256
     # On the processor: how long the disk takes is not ours, and others may be at work.
-    assert max(on_processor for _, on_processor in found["took"]) < 30
+    assert max(on_processor for _, on_processor in actual["took"]) < 30
     table = _table()
     checkpoint = torch.load(tmp_path / "out.ckpt", weights_only=True, mmap=True)
     assert torch.equal(checkpoint["optimizer_states"][0]["state"][0]["sum"], table[: ROWS // 4])

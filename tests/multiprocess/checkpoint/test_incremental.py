@@ -44,8 +44,8 @@ SPARSE = {"embedding_update": "sparse"}
 DENSE_TABLE = {"tables": {"narrow": {"optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}}}}
 
 
-def _cut(sharding_type: str, **more: Any) -> dict[str, Any]:
-    return {"tables": {name: {"sharding_types": [sharding_type], "min_partition": 4} for name in TABLES}, **more}
+def _cut(sharding_type: str, **extra: Any) -> dict[str, Any]:
+    return {"tables": {name: {"sharding_types": [sharding_type], "min_partition": 4} for name in TABLES}, **extra}
 
 
 QUICK = {
@@ -59,24 +59,24 @@ QUICK = {
 def _series(folder: Path, cases: dict[str, tuple[Any, ...]], steps: int = 6) -> dict[str, list[set[str]]]:
     """Train the cases and compare all that they save; return the tables that each difference has by rows."""
     run_each_on_ranks({name: (fit, str(folder / name), steps, *case) for name, case in cases.items()}, 2)
-    found = {name: assert_same_as_full(folder / name) for name in cases}
-    return {name: [set(m.changed) for m in series.values() if m.is_difference] for name, series in found.items()}
+    actual = {name: assert_same_as_full(folder / name) for name in cases}
+    return {name: [set(m.changed) for m in series.values() if m.is_difference] for name, series in actual.items()}
 
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[set[str]]]]:
     """Folders of the quick cases, and the tables that each of their differences has by rows."""
     folder = tmp_path_factory.mktemp("incremental")
-    by_rows = _series(folder, QUICK, steps=4)
-    return folder, by_rows
+    row_tables = _series(folder, QUICK, steps=4)
+    return folder, row_tables
 
 
 def test_a_difference_over_its_base_is_the_full_checkpoint_bit_by_bit(
     quick: tuple[Path, dict[str, list[set[str]]]],
 ) -> None:
-    _, by_rows = quick
-    assert by_rows["by columns"] == by_rows["by rows"] == by_rows["sparse"] == [ALL]
-    assert by_rows["written"] == [ALL - {"ebc.narrow"}]
+    _, row_tables = quick
+    assert row_tables["by columns"] == row_tables["by rows"] == row_tables["sparse"] == [ALL]
+    assert row_tables["written"] == [ALL - {"ebc.narrow"}]
 
 
 def test_a_difference_of_an_earlier_version_with_rows_of_8_bits_is_read_and_said_to_be_inexact(
@@ -152,15 +152,15 @@ def test_a_difference_and_its_base_merge_into_a_full_checkpoint(
         difference = quick[0] / name / "series" / "step=4-difference.ckpt"
         merged = tmp_path / name / "merged.ckpt"
         assert main(["checkpoint", "merge", str(difference), str(merged)]) == 0
-        found, wanted = runs.tensors_in(merged), runs.tensors_in(quick[0] / name / "full" / "step=4.ckpt")
-        assert found.keys() == wanted.keys()
-        assert all(torch.equal(found[where], wanted[where]) for where in wanted)
+        actual, expected = runs.tensors_in(merged), runs.tensors_in(quick[0] / name / "full" / "step=4.ckpt")
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[place], expected[place]) for place in expected)
         assert verify(merged) == []
-        one, other = load(merged, 0, 2), load(difference, 0, 2)
+        first, other = load(merged, 0, 2), load(difference, 0, 2)
         assert describe(merged).base is None
-        assert one.rank_state is not None
-        assert one.checkpoint.keys() == other.checkpoint.keys()
-        assert one.checkpoint["global_step"] == other.checkpoint["global_step"]
+        assert first.rank_state is not None
+        assert first.checkpoint.keys() == other.checkpoint.keys()
+        assert first.checkpoint["global_step"] == other.checkpoint["global_step"]
     with pytest.raises(CheckpointError, match="is no difference"):
         merge(merged, tmp_path / "again.ckpt")
 
@@ -170,10 +170,10 @@ def test_load_from_checkpoint_reads_a_difference_with_its_base(quick: tuple[Path
         folder = quick[0] / name
         path = folder / "series" / "step=4-difference.ckpt"
         loaded = runs.LargeTables.load_from_checkpoint(path, optimizer=torch.optim.Adagrad, options={})
-        found = loaded.state_dict()
-        wanted = read_full(folder / "full/step=4.ckpt", with_optimizers=False)["state_dict"]
-        assert found.keys() == wanted.keys()
-        assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+        actual = loaded.state_dict()
+        expected = read_full(folder / "full/step=4.ckpt", with_optimizers=False)["state_dict"]
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
 def test_loading_finds_a_changed_byte_in_a_difference(
@@ -206,14 +206,14 @@ def _change_byte(checkpoint: Path) -> None:
 def test_options_that_cannot_be_are_refused(tmp_path: Path) -> None:
     from lightning_distrec import CheckpointOptions
 
-    for given, message in (
+    for options, message in (
         ({"every": 200, "full_every": 300}, "full_every=300 is no multiple of every=200"),
         ({"every": 0, "full_every": 300}, "every=0 must be a whole number"),
         ({"every": 200}, "every and full_every"),
         ({"every": 200, "full_every": 200, "row_bits": 8}, "unexpected keyword argument 'row_bits'"),
     ):
         with pytest.raises(ConfigError, match=message):
-            CheckpointOptions(incremental=given)  # type: ignore[arg-type]
+            CheckpointOptions(incremental=options)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="distributed=False"):
         CheckpointOptions(incremental={"every": 1, "full_every": 1}, distributed=False)  # type: ignore[arg-type]
 
@@ -225,14 +225,14 @@ def test_a_base_stays_as_long_as_a_difference_needs_it() -> None:
         mark = Mark(id=str(step), series="a", base_name=name, base_id=str(base), changed={})
         return step, Path(f"step={step}-{kind}.ckpt"), mark
 
-    found = [of(1), of(2, base=1), of(3, base=1), of(4)]
+    actual = [of(1), of(2, base=1), of(3, base=1), of(4)]
     for keep, base, removed in (
         (3, "", []),
         (2, "step=4-full.ckpt", ["step=2-difference.ckpt"]),
         (1, "step=4-full.ckpt", ["step=3-difference.ckpt", "step=2-difference.ckpt", "step=1-full.ckpt"]),
         (0, "step=4-full.ckpt", ["step=3-difference.ckpt", "step=2-difference.ckpt", "step=1-full.ckpt"]),
     ):
-        assert [path.name for path in no_longer_needed(found, keep, base)] == removed
+        assert [path.name for path in no_longer_needed(actual, keep, base)] == removed
 
 
 WRITERS = {
@@ -254,9 +254,9 @@ WRITERS = {
 
 @pytest.mark.slow
 def test_whatever_writes_rows_is_in_the_difference(tmp_path: Path) -> None:
-    by_rows = _series(tmp_path, WRITERS)
-    assert by_rows["dense table"] == [ALL - {"ebc.narrow"}] * 2
-    assert by_rows["all dense"] == []  # each is a full one
+    row_tables = _series(tmp_path, WRITERS)
+    assert row_tables["dense table"] == [ALL - {"ebc.narrow"}] * 2
+    assert row_tables["all dense"] == []  # each is a full one
 
 
 @pytest.mark.slow
@@ -265,19 +265,19 @@ def test_whatever_writes_rows_is_in_the_difference(tmp_path: Path) -> None:
 )
 def test_a_difference_resumes_on_other_ranks_as_the_full_checkpoint_does(tmp_path: Path, kind: str) -> None:
     optimizers = [SGD, ADAGRAD] if "column" in kind else [SGD, ADAGRAD, ROWWISE]
-    of_table = {name: {"sharding_types": [kind], "min_partition": 4} for name in ("wide", "narrow")}
+    table_options = {name: {"sharding_types": [kind], "min_partition": 4} for name in ("wide", "narrow")}
     for optimizer in optimizers:
         folder = tmp_path / optimizer[0].__name__
-        run_on_warm_ranks(fit, 2, str(folder), 6, optimizer, {"tables": of_table})
+        run_on_warm_ranks(fit, 2, str(folder), 6, optimizer, {"tables": table_options})
         assert_same_as_full(folder)
-        for num_ranks, strategy in ((3, {}), (1, {}), (2, {"tables": of_table})):
+        for num_ranks, strategy in ((3, {}), (1, {}), (2, {"tables": table_options})):
             calls = {
                 path: (resume, str(folder / path), optimizer, strategy)
                 for path in ("series/step=6-difference.ckpt", "full/step=6.ckpt")
             }
-            found, wanted = run_each_on_ranks(calls, num_ranks)[0].values()
-            assert found.keys() == wanted.keys()
-            assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+            actual, expected = run_each_on_ranks(calls, num_ranks)[0].values()
+            assert actual.keys() == expected.keys()
+            assert all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
 @pytest.mark.slow
@@ -300,14 +300,14 @@ def test_only_what_is_needed_stays(tmp_path: Path) -> None:
 def _start(folder: str, dies: bool) -> list[str]:
     """Start a job, for the first time or again, and return what it says of where it begins."""
     job_fit._fits = itertools.count(1)
-    said: list[str] = []
-    resuming.rank_zero_info = resuming.rank_zero_warn = said.append  # type: ignore[assignment]
+    messages: list[str] = []
+    resuming.rank_zero_info = resuming.rank_zero_warn = messages.append  # type: ignore[assignment]
     strategy = {"stopping": {"run_name": "clicks"}}
     callbacks = (runs.Dies,) if dies else ()
     with suppress(ZeroDivisionError):
         state = fit(folder, 9, ADAGRAD, strategy, runs.LargeTables, callbacks, {"dirpath": None, "keep": 3})
         torch.save(state, f"{folder}/final-{rank_and_num_ranks()[0]}.pt")
-    return said
+    return messages
 
 
 @pytest.mark.slow
@@ -324,14 +324,14 @@ def test_a_restarted_job_goes_on_from_its_difference_or_the_one_before(tmp_path:
         "step=6-difference.ckpt",
     ]
     _change_byte(series / "step=6-difference.ckpt")
-    said = run_on_warm_ranks(_start, 2, str(folder), False)[0]
-    assert any("skipped" in line and "step=6-difference.ckpt" in line for line in said)
-    assert any("training resumes from" in line and "step=4-difference.ckpt, step 4" in line for line in said)
+    message = run_on_warm_ranks(_start, 2, str(folder), False)[0]
+    assert any("skipped" in line and "step=6-difference.ckpt" in line for line in message)
+    assert any("training resumes from" in line and "step=4-difference.ckpt, step 4" in line for line in message)
     marker = json.loads(next(series.glob("step=8-*/complete.json")).read_text())
     assert marker["incremental"]["series"] == series.name
-    found = torch.load(folder / "final-0.pt")
-    assert found.keys() == whole.keys()
-    assert all(torch.equal(value, whole[key]) for key, value in found.items())
+    actual = torch.load(folder / "final-0.pt")
+    assert actual.keys() == whole.keys()
+    assert all(torch.equal(value, whole[key]) for key, value in actual.items())
 
 
 def _whole(folder: str) -> Any:

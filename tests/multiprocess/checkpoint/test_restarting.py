@@ -36,12 +36,12 @@ class Died(Exception):
 class Dies(pl.Callback):
     """Raises after a step."""
 
-    def __init__(self, after: int | None, of: type[BaseException]) -> None:
-        self.after, self.of = after, of
+    def __init__(self, num_steps: int | None, error_type: type[BaseException]) -> None:
+        self.num_steps, self.error_type = num_steps, error_type
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.after:
-            raise self.of
+        if trainer.global_step == self.num_steps:
+            raise self.error_type
 
 
 def _environment(job: str, attempt: int) -> LaunchedRanks:
@@ -54,19 +54,19 @@ def _environment(job: str, attempt: int) -> LaunchedRanks:
 def _start(
     folder: Path,
     name: str = "",
-    after: int | None = None,
+    num_steps: int | None = None,
     attempt: int = 0,
     job: str = "",
     resume: str = "auto",
     ckpt_path: Any = None,
     on_exception: bool = False,
     distributed: bool = False,
-    of: type[BaseException] = Died,
+    error_type: type[BaseException] = Died,
     dirpath: Any = None,
 ) -> dict[str, Any]:
     """Start a script as a new process would, and return what it did. after: the step after which it dies."""
     job_fit._fits = itertools.count(1)
-    _said.clear()
+    _messages.clear()
     model = seeded(EvaluatedModel, torch.optim.Adagrad, {"lr": 0.1})
     best = ModelCheckpoint(monitor="val_loss", filename="{epoch}", save_top_k=2)
     often = ModelCheckpoint(
@@ -85,7 +85,7 @@ def _start(
         default_root_dir=folder,
         logger=CSVLogger(folder),
         max_epochs=EPOCHS,
-        callbacks=[best, often, early, Dies(after, of)],
+        callbacks=[best, often, early, Dies(num_steps, error_type)],
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
@@ -98,24 +98,24 @@ def _start(
     return {
         "losses": model.losses,
         "first": trainer.global_step - len(model.losses),
-        "said": " ".join(line for line in _said if "estart" in line or "again" in line or "skipped" in line),
+        "said": " ".join(line for line in _messages if "estart" in line or "again" in line or "skipped" in line),
         "best": (Path(best.best_model_path).name, sorted(Path(path).name for path in best.best_k_models)),
         "folders": {str(best.dirpath), str(often.dirpath)},
         "early": (early.wait_count, float(early.best_score)),
     }
 
 
-_said: list[str] = []
+_messages: list[str] = []
 
 
 def _live(scratch: str, names: list[str]) -> dict[str, Any]:
     """Live through stories one after the other, each in a folder of its own."""
-    mine = resuming.rank_zero_info, resuming.rank_zero_warn
-    resuming.rank_zero_info = resuming.rank_zero_warn = _said.append
+    functions = resuming.rank_zero_info, resuming.rank_zero_warn
+    resuming.rank_zero_info = resuming.rank_zero_warn = _messages.append
     try:
         return {name: globals()[f"_{name}"](Path(scratch) / name) for name in names}
     finally:
-        resuming.rank_zero_info, resuming.rank_zero_warn = mine
+        resuming.rank_zero_info, resuming.rank_zero_warn = functions
 
 
 def _alone(folder: Path) -> Any:
@@ -124,9 +124,9 @@ def _alone(folder: Path) -> Any:
 
 def _named(folder: Path) -> Any:
     return [
-        _start(folder, "a", after=7),
-        _start(folder, "b", after=1),
-        _start(folder, "a", after=9),
+        _start(folder, "a", num_steps=7),
+        _start(folder, "b", num_steps=1),
+        _start(folder, "a", num_steps=9),
         _start(folder, "a"),
         _start(folder, "a"),
     ]
@@ -134,46 +134,46 @@ def _named(folder: Path) -> Any:
 
 def _by_job(folder: Path) -> Any:
     return [
-        _start(folder, job="x", after=7),
+        _start(folder, job="x", num_steps=7),
         _start(folder, job="x", attempt=1),
         _start(folder, job="x", attempt=2),  # it ended, but not all of the program had
-        _start(folder, job="x", after=1),
-        _start(folder, job="y", after=1, attempt=1),
-        _start(folder, job="x", attempt=1, resume="never", after=1),
+        _start(folder, job="x", num_steps=1),
+        _start(folder, job="y", num_steps=1, attempt=1),
+        _start(folder, job="x", attempt=1, resume="never", num_steps=1),
     ]
 
 
 def _damaged(folder: Path) -> Any:
     """Three complete checkpoints, of which the furthest two are spoilt in different ways."""
-    first = _start(folder, "a", after=7, distributed=True)
+    first = _start(folder, "a", num_steps=7, distributed=True)
     if rank_and_num_ranks()[0] == 0:
         (folder / "often" / "step=6.ckpt" / "rank_1.pt").write_bytes(b"no")
         state = folder / "often" / "step=4.ckpt" / "state.pt"
         state.write_bytes(b"\0" * state.stat().st_size)
         (folder / "often" / ".distrec-unfinished-x").mkdir()
         (folder / "often" / "step=99.ckpt").mkdir()
-        for each in folder.rglob("epoch=*.ckpt"):
-            shutil.rmtree(each)
+        for item in folder.rglob("epoch=*.ckpt"):
+            shutil.rmtree(item)
     return [first, _start(folder, "a", distributed=True)]
 
 
 def _given(folder: Path) -> Any:
-    given = _start(folder / "other", "other", after=3)
+    options = _start(folder / "other", "other", num_steps=3)
     path = next((folder / "other").rglob("step=2.ckpt"))
     return [
-        given,
-        _start(folder, "a", after=5, ckpt_path=path),
-        _start(folder, "a", after=8, ckpt_path=path),
-        _start(folder, "b", after=3, ckpt_path=path),
+        options,
+        _start(folder, "a", num_steps=5, ckpt_path=path),
+        _start(folder, "a", num_steps=8, ckpt_path=path),
+        _start(folder, "b", num_steps=3, ckpt_path=path),
     ]
 
 
 def _on_exception(folder: Path) -> Any:
-    return [_start(folder, "a", after=7, on_exception=True), _start(folder, "a")]
+    return [_start(folder, "a", num_steps=7, on_exception=True), _start(folder, "a")]
 
 
 def _lost_record(folder: Path) -> Any:
-    first = _start(folder, "a", after=7, distributed=True)
+    first = _start(folder, "a", num_steps=7, distributed=True)
     if rank_and_num_ranks()[0] == 0:
         shutil.rmtree(folder / FOLDER)
     return [first, _start(folder, "a", distributed=True)]
@@ -183,9 +183,9 @@ def _by_hand(folder: Path) -> Any:
     interrupted = {"after": 7, "of": KeyboardInterrupt}
     return [
         _start(folder / "x", job="x", **interrupted),
-        _start(folder / "x", job="x", after=1),
+        _start(folder / "x", job="x", num_steps=1),
         _start(folder / "a", "a", **interrupted),
-        _start(folder / "a", "a", after=8),
+        _start(folder / "a", "a", num_steps=8),
     ]
 
 
@@ -204,13 +204,13 @@ def _firsts(starts: list[dict[str, Any]]) -> list[int]:
 
 
 def test_a_run_started_again_with_its_name_is_the_run_that_never_stopped(tmp_path: Path) -> None:
-    for of_rank in _lived(tmp_path, "alone", "named"):
-        alone, (first, other, second, third, fourth) = of_rank["alone"], of_rank["named"]
+    for rank_results in _lived(tmp_path, "alone", "named"):
+        single, (first, other, second, third, fourth) = rank_results["alone"], rank_results["named"]
         assert _firsts([first, other, second, third, fourth]) == [0, 0, 6, 8, 12]
-        assert first["losses"] == alone["losses"][:7]
-        assert second["losses"] == alone["losses"][6:9]
-        assert third["losses"] == alone["losses"][8:]
-        assert (third["best"], third["early"]) == (alone["best"], alone["early"])
+        assert first["losses"] == single["losses"][:7]
+        assert second["losses"] == single["losses"][6:9]
+        assert third["losses"] == single["losses"][8:]
+        assert (third["best"], third["early"]) == (single["best"], single["early"])
         assert first["folders"] == second["folders"] == third["folders"]
         assert len(first["folders"]) == 1
         assert "started again" in second["said"].lower()
@@ -223,12 +223,12 @@ def test_a_run_started_again_with_its_name_is_the_run_that_never_stopped(tmp_pat
 @pytest.mark.slow
 def test_a_job_restarted_by_its_launcher_goes_on_and_a_new_start_after_its_end_begins_again(tmp_path: Path) -> None:
     lived = _lived(tmp_path, "alone", "by_job")
-    for of_rank in lived:
-        starts = of_rank["by_job"]
+    for rank_results in lived:
+        starts = rank_results["by_job"]
         assert _firsts(starts) == [0, 6, ALL, 0, 0, 0]
         assert "Restarted (torchrun, attempt 1): training resumes from" in starts[1]["said"]
-        assert starts[0]["losses"][:6] + starts[1]["losses"] == of_rank["alone"]["losses"]
-        assert "The fit had come to its end" in starts[2]["said"] or of_rank is not lived[0]
+        assert starts[0]["losses"][:6] + starts[1]["losses"] == rank_results["alone"]["losses"]
+        assert "The fit had come to its end" in starts[2]["said"] or rank_results is not lived[0]
         assert starts[3]["said"] == ""
         assert "attempt 1): training starts at step 0. The job y-" in starts[4]["said"]
         assert "because of stopping={'resume': 'never'}" in starts[5]["said"]
@@ -236,47 +236,47 @@ def test_a_job_restarted_by_its_launcher_goes_on_and_a_new_start_after_its_end_b
 
 def test_damaged_and_unfinished_checkpoints_are_skipped_with_a_line_each(tmp_path: Path) -> None:
     lived = _lived(tmp_path, "alone", "damaged")
-    for of_rank in lived:
-        first, second = of_rank["damaged"]
+    for rank_results in lived:
+        first, second = rank_results["damaged"]
         assert _firsts([first, second]) == [0, 2]
-        assert first["losses"][:2] + second["losses"] == of_rank["alone"]["losses"]
-    said = lived[0]["damaged"][1]["said"]
-    for what in (
+        assert first["losses"][:2] + second["losses"] == rank_results["alone"]["losses"]
+    message = lived[0]["damaged"][1]["said"]
+    for case in (
         "step=6.ckpt is damaged: rank_1.pt has 2 bytes",
         "step=4.ckpt/state.pt cannot be read",
         "step=99.ckpt",
     ):
-        assert what in said
-    assert ".distrec-unfinished-x was never completed" in said
+        assert case in message
+    assert ".distrec-unfinished-x was never completed" in message
 
 
 @pytest.mark.slow
 def test_ckpt_path_is_for_the_first_start(tmp_path: Path) -> None:
-    for of_rank in _lived(tmp_path, "given"):
-        starts = of_rank["given"]
+    for rank_results in _lived(tmp_path, "given"):
+        starts = rank_results["given"]
         assert _firsts(starts) == [0, 2, 4, 2]
         assert "step=2.ckpt' was for its first start" in starts[2]["said"]
 
 
 @pytest.mark.slow
 def test_a_checkpoint_of_an_exception_is_not_resumed_by_itself(tmp_path: Path) -> None:
-    for of_rank in _lived(tmp_path, "on_exception"):
-        assert _firsts(of_rank["on_exception"]) == [0, 6]
+    for rank_results in _lived(tmp_path, "on_exception"):
+        assert _firsts(rank_results["on_exception"]) == [0, 6]
 
 
 @pytest.mark.slow
 def test_without_the_record_dirpaths_are_searched(tmp_path: Path) -> None:
-    for of_rank in _lived(tmp_path, "alone", "lost_record"):
-        first, second = of_rank["lost_record"]
+    for rank_results in _lived(tmp_path, "alone", "lost_record"):
+        first, second = rank_results["lost_record"]
         assert second["first"] == 6
-        assert first["losses"][:6] + second["losses"] == of_rank["alone"]["losses"]
+        assert first["losses"][:6] + second["losses"] == rank_results["alone"]["losses"]
         assert "not known" in second["said"]
 
 
 @pytest.mark.slow
 def test_a_fit_that_its_user_has_stopped_begins_again_unless_it_has_a_name(tmp_path: Path) -> None:
-    for of_rank in _lived(tmp_path, "by_hand"):
-        assert _firsts(of_rank["by_hand"]) == [0, 0, 0, 6]
+    for rank_results in _lived(tmp_path, "by_hand"):
+        assert _firsts(rank_results["by_hand"]) == [0, 0, 0, 6]
 
 
 @pytest.mark.slow

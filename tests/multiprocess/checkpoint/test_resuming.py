@@ -73,7 +73,7 @@ SPARSE_ADAM = (torch.optim.SparseAdam, {"lr": 0.01})
 ADAMW = (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1})
 
 
-def plan(*cuts: str, update: str | tuple[str, ...] = "auto", **more: Any) -> dict[str, Any]:
+def plan(*cuts: str, update: str | tuple[str, ...] = "auto", **extra: Any) -> dict[str, Any]:
     """Return the strategy's options for the three tables; one cut, or one update, is for all of them."""
     updates = (update,) * 3 if isinstance(update, str) else update
     tables: dict[str, Any] = {}
@@ -81,7 +81,7 @@ def plan(*cuts: str, update: str | tuple[str, ...] = "auto", **more: Any) -> dic
         tables[name] = {"sharding_types": [cut], "embedding_update": "dense" if cut == DP else how}
         if "column" in cut:
             tables[name]["min_partition"] = 4
-    return {"tables": tables, **more}
+    return {"tables": tables, **extra}
 
 
 def turned(number: int, shift: int = 0) -> dict[str, Any]:
@@ -92,8 +92,8 @@ def turned(number: int, shift: int = 0) -> dict[str, Any]:
 
 def from_each(num_ranks: int) -> Life:
     """Return a life on so many ranks that goes on with the same plan there, and with others everywhere."""
-    then = [(w, {"strategy": turned(num_ranks, 1 + (num_ranks + w) % 4)}) for w in (1, 2, 3, 4)]
-    return Life(Run(strategy=turned(num_ranks)), num_ranks, ((num_ranks, {}), *then))
+    later = [(w, {"strategy": turned(num_ranks, 1 + (num_ranks + w) % 4)}) for w in (1, 2, 3, 4)]
+    return Life(Run(strategy=turned(num_ranks)), num_ranks, ((num_ranks, {}), *later))
 
 
 MIXED = plan(TW, RW, CW)
@@ -217,11 +217,11 @@ LOOPS = {
     "clipping by value, middle": Life(Run(trainer=CLIPPED_BY_VALUE, optimizer=ADAM, save=MIDDLE), 2, (ALIKE, (1, {}))),
     # Sums in 16 bits are other ones where batches are shared out in another way.
     "bf16-mixed": Life(Run(trainer={"precision": "bf16-mixed"}), 2, (ALIKE, (1, {})), limit=2e-2),
-    "16-mixed": Life(Run(more=scaled, optimizer=SGD), 2, (ALIKE, (1, {})), limit=2e-2),
+    "16-mixed": Life(Run(extra=scaled, optimizer=SGD), 2, (ALIKE, (1, {})), limit=2e-2),
     "stops early": Life(
-        Run(more=stops_early, validates=True, epochs=9, save=("on_train_epoch_end", 10)), 2, (ALIKE, (1, {}))
+        Run(extra=stops_early, validates=True, epochs=9, save=("on_train_epoch_end", 10)), 2, (ALIKE, (1, {}))
     ),
-    "unfrozen later": Life(Run(model=LearnsInPart, more=unfrozen), 2, (ALIKE, ONE_DENSE)),
+    "unfrozen later": Life(Run(model=LearnsInPart, extra=unfrozen), 2, (ALIKE, ONE_DENSE)),
     "random": Life(RANDOM, 2, ((2, OTHER_START),)),
     "random, middle": Life(Run(**vars(RANDOM) | {"save": MIDDLE}), 2, ((2, OTHER_START),)),
     "random, validated": Life(
@@ -230,12 +230,12 @@ LOOPS = {
     "random, middle, validated": Life(
         Run(**vars(RANDOM) | {"save": MIDDLE, "validates": True, "epochs": 4}), 1, ((1, OTHER_START),)
     ),
-    "moving average": Life(Run(more=averaged, strategy=MIXED), 2, (ALIKE, ONE_DENSE)),
+    "moving average": Life(Run(extra=averaged, strategy=MIXED), 2, (ALIKE, ONE_DENSE)),
     "moving average, middle": Life(
-        Run(more=averaged, strategy=MIXED, save=MIDDLE, optimizer=ADAM), 2, (ALIKE, ONE_DENSE)
+        Run(extra=averaged, strategy=MIXED, save=MIDDLE, optimizer=ADAM), 2, (ALIKE, ONE_DENSE)
     ),
-    "stochastic average, before": Life(Run(more=averaged_late, strategy=MIXED), 2, (ALIKE, ONE_DENSE)),
-    "stochastic average, within": Life(Run(more=averaged_late, strategy=MIXED, save=LATER), 2, (ALIKE, ONE_DENSE)),
+    "stochastic average, before": Life(Run(extra=averaged_late, strategy=MIXED), 2, (ALIKE, ONE_DENSE)),
+    "stochastic average, within": Life(Run(extra=averaged_late, strategy=MIXED, save=LATER), 2, (ALIKE, ONE_DENSE)),
 }
 
 # Not shuffled: Lightning's own strategy for one device draws another order.
@@ -312,9 +312,9 @@ def test_any_number_of_ranks_goes_on_with_any_plan(name: str) -> None:
 def test_every_sharding_type_and_update_was_followed_by_every_other() -> None:
     cuts, updates = set(), set()
     for life in (lived("plans") | lived("plans", usual=False)).values():
-        for then in life.then:
-            for table, before in life.first[0].plan.items():
-                (cut, update), (next_cut, next_update) = before.split(), then[0].plan[table].split()
+        for later in life.later:
+            for table, old in life.first[0].plan.items():
+                (cut, update), (next_cut, next_update) = old.split(), later[0].plan[table].split()
                 cuts.add((cut, next_cut))
                 updates.add((update, next_update))
     assert cuts == set(product(CUTS, repeat=2))
@@ -346,27 +346,27 @@ def test_a_plateau_goes_on_as_if_the_run_had_never_stopped() -> None:
     assert problems("files", "sharded") == []
     # Lightning's own strategy leaves out the epoch in which a run goes on.
     stock = lived("files", usual=False)["stock"]
-    assert len({tuple(rates) for rates in stock.then[0][0].rates}) == 2
+    assert len({tuple(rates) for rates in stock.later[0][0].rates}) == 2
 
 
 def test_one_file_is_a_checkpoint_that_the_users_own_module_loads(forms: dict[str, str]) -> None:
     for form, has_optimizers in (("one file", True), ("weights in a file", False)):
-        found = torch.load(forms[form], weights_only=True)
-        assert ("optimizer_states" in found) is has_optimizers
+        actual = torch.load(forms[form], weights_only=True)
+        assert ("optimizer_states" in actual) is has_optimizers
         model = Clicks(*FROM_A_VALUE)
-        model.load_state_dict(found["state_dict"], strict=True)
-        wanted = plain_checkpoint(forms["folder"])["state_dict"]
-        assert differences(dict(model.state_dict()), dict(wanted), "state_dict", 0.0) == []
+        model.load_state_dict(actual["state_dict"], strict=True)
+        expected = plain_checkpoint(forms["folder"])["state_dict"]
+        assert differences(dict(model.state_dict()), dict(expected), "state_dict", 0.0) == []
         if has_optimizers:
-            model.configure_optimizers().load_state_dict(found["optimizer_states"][0])
+            model.configure_optimizers().load_state_dict(actual["optimizer_states"][0])
 
 
 def test_differences_are_reported() -> None:
     life, run = Life(Run(), 1, ((1, {}),)), Outcome(losses=[2.0] * 25, rates=[[0.1]] * 25)
     run.final = {"state_dict": {"w": torch.ones(2)}, "optimizer_states": []}
-    then = Outcome(losses=[2.0] * 19 + [2.0001], rates=[[0.1]] * 20)
-    then.final = {"state_dict": {"w": torch.tensor([1.0, 1.5])}, "optimizer_states": []}
-    assert [said.partition(": ")[2] for said in problems_of(life, Lived([run], [[then]]))] == [
+    later = Outcome(losses=[2.0] * 19 + [2.0001], rates=[[0.1]] * 20)
+    later.final = {"state_dict": {"w": torch.tensor([1.0, 1.5])}, "optimizer_states": []}
+    assert [message.partition(": ")[2] for message in problems_of(life, Lived([run], [[later]]))] == [
         "losses/19 is 2.0001, not 2.0",
         "final/state_dict/w is off by 0.5",
         "of ranks/0/19 is 2.0001, not 2.0",
@@ -391,29 +391,29 @@ def _fit(max_epochs: int, folder: str, ckpt_path: str | None = None, save_last: 
 
 def _by_words(folder: str) -> dict[str, list[float]]:
     num_ranks = rank_and_num_ranks()[1]
-    found = {"never stopped": _fit(4, f"{folder}/whole")[0]}
+    actual = {"never stopped": _fit(4, f"{folder}/whole")[0]}
     _, trainer = _fit(2, f"{folder}/part")
     trainer.save_checkpoint(f"{folder}/by hand.ckpt")
-    found["last"] = _fit(4, f"{folder}/part", "last")[0]
+    actual["last"] = _fit(4, f"{folder}/part", "last")[0]
     _fit(2, f"{folder}/linked", save_last="link")
-    found["last, linked"] = _fit(4, f"{folder}/linked", "last", "link")[0]
-    found["by hand"] = _fit(4, f"{folder}/elsewhere", f"{folder}/by hand.ckpt")[0]
-    found["at its end"] = _fit(2, f"{folder}/elsewhere", f"{folder}/by hand.ckpt")[0]
+    actual["last, linked"] = _fit(4, f"{folder}/linked", "last", "link")[0]
+    actual["by hand"] = _fit(4, f"{folder}/elsewhere", f"{folder}/by hand.ckpt")[0]
+    actual["at its end"] = _fit(2, f"{folder}/elsewhere", f"{folder}/by hand.ckpt")[0]
     trainer.fit_loop.max_epochs = 4
     model = trainer.lightning_module  # its tables are sharded since the fit before
     model.losses = []
     trainer.fit(model, loader(num_ranks), ckpt_path="best")  # that of the first epoch
-    found["best"] = model.losses
-    return found
+    actual["best"] = model.losses
+    return actual
 
 
 def test_last_and_best_and_checkpoints_saved_by_hand_go_on(tmp_path: Path) -> None:
-    for found in run_on_warm_ranks(_by_words, 2, str(tmp_path)):
-        whole = found["never stopped"]
+    for actual in run_on_warm_ranks(_by_words, 2, str(tmp_path)):
+        whole = actual["never stopped"]
         assert len(whole) == 20
-        assert found["last"] == found["last, linked"] == found["by hand"] == whole[10:]
-        assert found["best"] == whole[5:]
-        assert found["at its end"] == []
+        assert actual["last"] == actual["last, linked"] == actual["by hand"] == whole[10:]
+        assert actual["best"] == whole[5:]
+        assert actual["at its end"] == []
 
 
 def _evaluated(path: str) -> tuple[float, float, list[Tensor]]:
@@ -433,15 +433,15 @@ def test_a_folder_is_evaluated_on_any_number_of_ranks(tmp_path: Path, weights_on
     model.load_state_dict(plain_checkpoint(path)["state_dict"])
     examples = Examples(2 * GLOBAL_BATCH, 10_000).examples
     with torch.no_grad():
-        wanted = model(join_batches(examples))
+        expected = model(join_batches(examples))
         labels = torch.cat([example["label"] for example in examples])
-        loss = float(torch.nn.functional.binary_cross_entropy_with_logits(wanted, labels))
+        loss = float(torch.nn.functional.binary_cross_entropy_with_logits(expected, labels))
     for num_ranks in (1, 3):
-        found = run_on_warm_ranks(_evaluated, num_ranks, path)
-        for rank, (tested, validated, predicted) in enumerate(found):
+        actual = run_on_warm_ranks(_evaluated, num_ranks, path)
+        for rank, (tested, validated, predicted) in enumerate(actual):
             assert tested == pytest.approx(loss, abs=1e-6)
             assert validated == pytest.approx(loss, abs=1e-6)
-            assert float((torch.cat(predicted) - wanted[rank::num_ranks]).abs().max()) <= 1e-6
+            assert float((torch.cat(predicted) - expected[rank::num_ranks]).abs().max()) <= 1e-6
 
 
 def _save(path: str, weights_only: bool) -> None:
@@ -480,8 +480,8 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     torch.save(state, folder / "bare.pt")
     save_file(state, folder / "bare.safetensors")
     names = ("weights of a folder", "one file", "weights in a file", "bare.pt", "bare.safetensors")
-    found = {name: str(folder / name) for name in names}
-    return found | {name: str(folder / name / "saved.ckpt") for name in ("folder", "stock")}
+    actual = {name: str(folder / name) for name in names}
+    return actual | {name: str(folder / name / "saved.ckpt") for name in ("folder", "stock")}
 
 
 @pytest.fixture(scope="module")
@@ -507,47 +507,47 @@ FORMS = ("folder", "weights of a folder", "one file", "weights in a file", "bare
 def test_a_new_run_starts_from_weights_in_any_form(
     forms: dict[str, str], started: dict[str, Outcome], form: str
 ) -> None:
-    wanted = plain_checkpoint(forms[form])["state_dict"]
+    expected = plain_checkpoint(forms[form])["state_dict"]
     begun = started[form]
     assert not begun.failed, begun.trace
-    assert differences(begun.saved["state_dict"], wanted, "state_dict", 0.0) == []
+    assert differences(begun.saved["state_dict"], expected, "state_dict", 0.0) == []
     assert (begun.saved["epoch"], begun.saved["global_step"], len(begun.losses)) == (0, 0, 5)
     states = begun.saved["optimizer_states"][0]["state"]
-    assert states.keys() == wanted.keys()
+    assert states.keys() == expected.keys()
     for name, state in states.items():
         assert float(state["step"]) == 0, name
         assert bool((state["sum"] == torch.tensor(0.1)).all()), name
     moved = started[f"{form}, moved"]
     assert not moved.failed, moved.trace
-    there = {key.replace("ebc", "tower.tables").replace("mlp", "tower.mlp"): value for key, value in wanted.items()}
-    assert differences(moved.saved["state_dict"], there, "state_dict", 0.0) == []
+    renamed = {key.replace("ebc", "tower.tables").replace("mlp", "tower.mlp"): value for key, value in expected.items()}
+    assert differences(moved.saved["state_dict"], renamed, "state_dict", 0.0) == []
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_grown_tables_keep_their_rows_and_begin_the_others(
     forms: dict[str, str], started: dict[str, Outcome], form: str
 ) -> None:
-    wanted, built = plain_checkpoint(forms[form])["state_dict"], seeded(Grown, *FROM_A_VALUE).state_dict()
+    expected, built = plain_checkpoint(forms[form])["state_dict"], seeded(Grown, *FROM_A_VALUE).state_dict()
     begun = started[f"{form}, grown"]
     assert not begun.failed, begun.trace
     for key, value in begun.saved["state_dict"].items():
-        rows = len(wanted[key])
+        rows = len(expected[key])
         assert value.shape == built[key].shape
-        assert torch.equal(value[:rows], wanted[key]), key
+        assert torch.equal(value[:rows], expected[key]), key
         assert torch.equal(value[rows:], built[key][rows:]), key
 
 
 def test_what_a_checkpoint_does_not_have_stays_as_it_was_built(
     forms: dict[str, str], started: dict[str, Outcome]
 ) -> None:
-    wanted, built = plain_checkpoint(forms["folder"])["state_dict"], seeded(Renamed, *FROM_A_VALUE).state_dict()
+    expected, built = plain_checkpoint(forms["folder"])["state_dict"], seeded(Renamed, *FROM_A_VALUE).state_dict()
     begun = started["loose"]
     assert not begun.failed, begun.trace
     for key, value in begun.saved["state_dict"].items():
-        assert torch.equal(value, built[key] if "broad" in key else wanted[key]), key
-    said = [said for said in begun.said if "strict_loading" in said]
-    assert len(said) == 1
-    assert re.search(r"missing.* \['ebc.*broad.weight'\].* only \['ebc.*wide.weight'\]", said[0])
+        assert torch.equal(value, built[key] if "broad" in key else expected[key]), key
+    message = [message for message in begun.messages if "strict_loading" in message]
+    assert len(message) == 1
+    assert re.search(r"missing.* \['ebc.*broad.weight'\].* only \['ebc.*wide.weight'\]", message[0])
 
 
 # ---- modules and optimizers that have changed
@@ -609,14 +609,14 @@ def test_renamed_and_grown_tables_go_on_with_their_optimizer_state(changes: dict
 def test_further_rows_and_their_optimizer_state_are_those_of_a_new_table(changes: dict[str, Lived]) -> None:
     built = seeded(Grown, *ADAGRAD).state_dict()
     for name in ("grown", "grown, Adam"):
-        for (num_ranks, _), outcomes in zip(CHANGED[name].then, changes[name].then, strict=True):
+        for (num_ranks, _), outcomes in zip(CHANGED[name].later, changes[name].later, strict=True):
             final = outcomes[0].final
             for key, rows in (("ebc.embedding_bags.wide.weight", 60), ("ebc.embedding_bags.narrow.weight", 37)):
                 assert torch.equal(final["state_dict"][key][rows:], built[key][rows:]), (name, num_ranks, key)
-                for what, value in final["optimizer_states"][0]["state"][key].items():
+                for case, value in final["optimizer_states"][0]["state"][key].items():
                     if value.dim():
                         new = value[rows:]
-                        assert bool((new == torch.tensor(0.1 if what == "sum" else 0.0)).all()), (name, key, what)
+                        assert bool((new == torch.tensor(0.1 if case == "sum" else 0.0)).all()), (name, key, case)
 
 
 CASES: dict[str, tuple[dict[str, Any], str]] = {
@@ -716,7 +716,7 @@ GOES_ON = {
         ((2, {"optimizer": ADAGRAD, "strategy": {"embedding_update": "dense"}}),),
     ),
 }
-GROUPS_ADDED = Life(Run(model=LearnsInPart, more=unfrozen, save=LATER, epochs=4), 2, (ALIKE,))
+GROUPS_ADDED = Life(Run(model=LearnsInPart, extra=unfrozen, save=LATER, epochs=4), 2, (ALIKE,))
 
 
 @pytest.fixture(scope="module")
@@ -728,27 +728,27 @@ def gone_on() -> dict[str, Lived]:
 @pytest.mark.slow
 def test_another_optimizer_starts_over_and_reports_it(gone_on: dict[str, Lived]) -> None:
     kinds = ("torch.optim.sgd.SGD", "torch.optim.adam.Adam", "torchrec.optim.rowwise_adagrad.RowWiseAdagrad")
-    for kind, outcomes in zip(kinds, gone_on["another optimizer"].then, strict=True):
+    for kind, outcomes in zip(kinds, gone_on["another optimizer"].later, strict=True):
         assert not outcomes[0].failed, outcomes[0].trace
         assert len(outcomes[0].losses) == 20
         assert sum(outcomes[0].losses[-5:]) < sum(outcomes[0].losses[:5])
-        told = [said for said in outcomes[0].said if "optimizer 0" in said]
-        assert len(told) == 1
-        assert f"is a {kind}, and the checkpoint's was a torch.optim.adagrad.Adagrad" in told[0]
-        assert "starts empty" in told[0]
-        assert not any("optimizer 0" in said for outcome in outcomes[1:] for said in outcome.said)
+        warned = [message for message in outcomes[0].messages if "optimizer 0" in message]
+        assert len(warned) == 1
+        assert f"is a {kind}, and the checkpoint's was a torch.optim.adagrad.Adagrad" in warned[0]
+        assert "starts empty" in warned[0]
+        assert not any("optimizer 0" in message for outcome in outcomes[1:] for message in outcome.messages)
         for state in outcomes[0].final["optimizer_states"][0]["state"].values():
             assert float(state.get("step", 20)) == 20
 
 
 @pytest.mark.slow
 def test_a_table_that_was_not_saved_starts_over_and_reports_it(gone_on: dict[str, Lived]) -> None:
-    for outcomes in gone_on["a table more"].then:
+    for outcomes in gone_on["a table more"].later:
         assert not outcomes[0].failed, outcomes[0].trace
         assert len(outcomes[0].losses) == 20
-        told = [said for said in outcomes[0].said if "broad" in said]
-        assert len(told) == 2, told
-        assert "has no state of 'ebc.embedding_bags.broad.weight'; it starts empty" in told[1]
+        warned = [message for message in outcomes[0].messages if "broad" in message]
+        assert len(warned) == 2, warned
+        assert "has no state of 'ebc.embedding_bags.broad.weight'; it starts empty" in warned[1]
         states = outcomes[0].final["optimizer_states"][0]["state"]
         assert [float(state["step"]) for name, state in states.items() if "broad" in name] == [20]
         assert {float(state["step"]) for name, state in states.items() if "broad" not in name} == {25}
@@ -757,7 +757,7 @@ def test_a_table_that_was_not_saved_starts_over_and_reports_it(gone_on: dict[str
 @pytest.mark.slow
 def test_groups_that_a_finetuning_callback_added_are_refused_on_every_rank(gone_on: dict[str, Lived]) -> None:
     # Lightning has called the callback, which would add them again, before strategies like this one load anything.
-    for outcome in gone_on["groups added"].then[0]:
+    for outcome in gone_on["groups added"].later[0]:
         assert re.match("CheckpointError: optimizer 0 has 1 param group.*, and the checkpoint's had 2", outcome.failed)
 
 

@@ -45,8 +45,8 @@ class Ratings(pl.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         users, films = batch
-        found = self.top(torch.cat([self.users(users), self.films(films)], 1)).squeeze(1)
-        loss = nn.functional.mse_loss(found, ((users + films) % 3).float())
+        actual = self.top(torch.cat([self.users(users), self.films(films)], 1)).squeeze(1)
+        loss = nn.functional.mse_loss(actual, ((users + films) % 3).float())
         self.losses.append(float(loss.detach()))
         self.log("score", float(self.global_step))
         return loss
@@ -108,16 +108,16 @@ def test_every_strategy_writes_one_file_that_loads_in_one_process(saved: tuple[P
     for kind in [*KINDS, "folder"]:
         path = folder / "folders" / "torchrec.ckpt" if kind == "folder" else folder / f"{kind}.ckpt"
         assert path.is_dir() == (kind == "folder")
-        wanted = ranks[0][kind]["first"]
+        expected = ranks[0][kind]["first"]
         loaded = Ratings.load_from_checkpoint(path)
         assert loaded.hparams == {"dim": 8, "rate": 0.05}
-        assert all(torch.equal(value, wanted[name]) for name, value in loaded.state_dict().items()), kind
+        assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items()), kind
         if kind != "folder":
             content = torch.load(path, weights_only=True)
-            assert all(torch.equal(value, wanted[name]) for name, value in content["state_dict"].items())
+            assert all(torch.equal(value, expected[name]) for name, value in content["state_dict"].items())
             assert verify(path) == []
-        found = describe(path)
-        assert (found.problem, found.step, found.num_ranks) == (None, STEPS, 2)
+        actual = describe(path)
+        assert (actual.problem, actual.step, actual.num_ranks) == (None, STEPS, 2)
         # Stock Lightning goes on from it, in one process.
         stock = pl.Trainer(**(DEFAULTS | {"max_epochs": 2, "devices": 1}))
         stock.fit(loaded, loader([pairs(step, 0) for step in range(STEPS)]), ckpt_path=path)
@@ -129,22 +129,22 @@ def test_every_strategy_writes_one_file_that_loads_in_one_process(saved: tuple[P
 
 def test_a_file_goes_on_bitwise_on_its_ranks_and_on_any_other_number_of_ranks(saved: tuple[Path, Any]) -> None:
     folder, ranks = saved
-    again = run_each_on_ranks({kind: (_resume, str(folder), kind, kind) for kind in KINDS}, 2)
+    repeated = run_each_on_ranks({kind: (_resume, str(folder), kind, kind) for kind in KINDS}, 2)
     for rank in range(2):
         for kind in KINDS:
-            assert again[rank][kind] == ranks[rank][kind]["losses"][STEPS:], kind
+            assert repeated[rank][kind] == ranks[rank][kind]["losses"][STEPS:], kind
     # By another strategy, on other ranks: rank 0's batches are the same ones.
     pairs_of_kinds = list(zip(KINDS, [*list(KINDS)[1:], "torchrec"], strict=True))
-    others = run_each_on_ranks({f"{a} {b}": (_resume, str(folder), a, b) for a, b in pairs_of_kinds}, 3)
+    other_results = run_each_on_ranks({f"{a} {b}": (_resume, str(folder), a, b) for a, b in pairs_of_kinds}, 3)
     for a, b in pairs_of_kinds:
-        assert len(others[0][f"{a} {b}"]) == STEPS
+        assert len(other_results[0][f"{a} {b}"]) == STEPS
         # The first loss is of the weights that were saved.
-        assert others[0][f"{a} {b}"][0] == pytest.approx(ranks[0][b]["losses"][STEPS], abs=1e-6)
+        assert other_results[0][f"{a} {b}"][0] == pytest.approx(ranks[0][b]["losses"][STEPS], abs=1e-6)
 
 
 def _forms(folder: str) -> dict[str, Any]:
     """Save in each form under one name, one after the other, and look at what is there."""
-    path, found = Path(folder) / "it.ckpt", {}
+    path, actual = Path(folder) / "it.ckpt", {}
     options: dict[str, dict[str, Any]] = {
         "small": {},
         "large": {"single_file_below": "10kB"},
@@ -158,39 +158,39 @@ def _forms(folder: str) -> dict[str, Any]:
         trainer.save_checkpoint(path)
         wait_for_checkpoint(path)  # rank 0 of the asynchronous one may still be writing
         trainer.strategy.barrier()
-        found[name] = (path.is_dir(), sorted(os.listdir(folder)))
+        actual[name] = (path.is_dir(), sorted(os.listdir(folder)))
     trainer = _trainer("ddp", {"single_file_below": 0})
     trainer.fit(_model(), _batches())
     trainer.save_checkpoint(path)
-    found["nothing is sharded"] = (path.is_dir(), sorted(os.listdir(folder)))
+    actual["nothing is sharded"] = (path.is_dir(), sorted(os.listdir(folder)))
     trainer.strategy.barrier()  # rank 0 removes it, once all have looked
     trainer.strategy.remove_checkpoint(path)
     trainer.strategy.barrier()
-    return found | {"removed": os.listdir(folder)}
+    return actual | {"removed": os.listdir(folder)}
 
 
 def test_the_form_is_chosen_by_size_and_one_form_replaces_the_other(tmp_path: Path) -> None:
-    for found in run_on_warm_ranks(_forms, 2, str(tmp_path)):
-        assert found.pop("removed") == []
-        folders = {name for name, (is_folder, names) in found.items() if is_folder and names == ["it.ckpt"]}
+    for actual in run_on_warm_ranks(_forms, 2, str(tmp_path)):
+        assert actual.pop("removed") == []
+        folders = {name for name, (is_folder, names) in actual.items() if is_folder and names == ["it.ckpt"]}
         assert folders == {"large", "folder"}
-        assert all(names == ["it.ckpt"] for _, names in found.values()), found
+        assert all(names == ["it.ckpt"] for _, names in actual.values()), actual
 
 
 def _keep(folder: str, is_async: bool) -> dict[str, Any]:
-    kept = ModelCheckpoint(
+    retained = ModelCheckpoint(
         folder, filename="best", monitor="score", mode="max", save_top_k=2, every_n_train_steps=1, save_last=True
     )
     model, trainer = (
         _model(),
-        _trainer("torchrec", {"async_save": is_async}, callbacks=[kept], enable_checkpointing=True),
+        _trainer("torchrec", {"async_save": is_async}, callbacks=[retained], enable_checkpointing=True),
     )
     trainer.fit(model, _batches())
     trainer.strategy.barrier()
     names = {path.name: torch.load(path, weights_only=True)["global_step"] for path in Path(folder).iterdir()}
-    again = _trainer("torchrec", {"async_save": is_async}, max_epochs=2)
-    again.fit(_model(), _batches(), ckpt_path=kept.best_model_path)
-    return {"names": names, "best": Path(kept.best_model_path).name, "steps": again.global_step}
+    repeated = _trainer("torchrec", {"async_save": is_async}, max_epochs=2)
+    repeated.fit(_model(), _batches(), ckpt_path=retained.best_model_path)
+    return {"names": names, "best": Path(retained.best_model_path).name, "steps": repeated.global_step}
 
 
 def test_model_checkpoint_keeps_versions_and_removes_files_as_it_does_with_ddp(tmp_path: Path) -> None:
@@ -198,12 +198,12 @@ def test_model_checkpoint_keeps_versions_and_removes_files_as_it_does_with_ddp(t
     for is_async in (False, True):
         folders[is_async] = tmp_path / str(is_async)
     calls = {str(is_async): (_keep, str(folder), is_async) for is_async, folder in folders.items()}
-    for of_rank in run_each_on_ranks(calls, 2):
-        for found in of_rank.values():
-            assert sorted(found["names"].values()) == [3, 4, 4]
-            assert "last.ckpt" in found["names"]
-            assert found["steps"] == 2 * STEPS
-        assert of_rank["True"] == of_rank["False"]
+    for rank_results in run_each_on_ranks(calls, 2):
+        for actual in rank_results.values():
+            assert sorted(actual["names"].values()) == [3, 4, 4]
+            assert "last.ckpt" in actual["names"]
+            assert actual["steps"] == 2 * STEPS
+        assert rank_results["True"] == rank_results["False"]
 
 
 def _fail(folder: str) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def _fail(folder: str) -> dict[str, Any]:
     path, trainer = Path(folder) / "it.ckpt", _trainer("torchrec")
     trainer.fit(_model(), _batches())
     trainer.save_checkpoint(path)
-    before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    old, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
     if trainer.is_global_zero:  # EFBIG, as a full disk gives ENOSPC
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
@@ -221,14 +221,14 @@ def _fail(folder: str) -> dict[str, Any]:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     trainer.strategy.barrier()
-    return {"raised": raised, "same": path.read_bytes() == before, "names": os.listdir(folder)}
+    return {"raised": raised, "same": path.read_bytes() == old, "names": os.listdir(folder)}
 
 
 def test_a_disk_that_is_full_is_reported_on_all_ranks_and_keeps_the_old_file(tmp_path: Path) -> None:
-    for found in run_on_warm_ranks(_fail, 2, str(tmp_path)):
-        assert found["raised"].startswith("CheckpointError: ")
-        assert "it.ckpt cannot be written: [Errno 27] File too large. Earlier" in found["raised"]
-        assert (found["same"], found["names"]) == (True, ["it.ckpt"])
+    for actual in run_on_warm_ranks(_fail, 2, str(tmp_path)):
+        assert actual["raised"].startswith("CheckpointError: ")
+        assert "it.ckpt cannot be written: [Errno 27] File too large. Earlier" in actual["raised"]
+        assert (actual["same"], actual["names"]) == (True, ["it.ckpt"])
 
 
 class Counting(AsyncCheckpointIO):
@@ -261,11 +261,11 @@ def test_a_checkpoint_io_writes_and_reads_one_file(tmp_path: Path) -> None:
         "plugin": (_by_io, f"{tmp_path}/it.ckpt", [Counting()]),
         "url": (_by_io, f"file://{tmp_path}/url.ckpt", []),
     }
-    for of_rank in run_each_on_ranks(calls, 2):
-        for straight, resumed, said in of_rank.values():
+    for rank_results in run_each_on_ranks(calls, 2):
+        for straight, resumed, message in rank_results.values():
             assert len(straight) == STEPS
             assert resumed == straight
-            assert said.startswith("there is no checkpoint ")
+            assert message.startswith("there is no checkpoint ")
     assert Ratings.load_from_checkpoint(tmp_path / "it.ckpt").users.weight.shape == (50, 8)
 
 

@@ -35,22 +35,22 @@ def test_folders_are_uploaded_as_files_are(
     run_on_ranks(runs.fit, 2, packages, str(files), log_model, {"distributed": False})
     weights, _ = run_on_ranks(runs.fit, 2, packages, str(folders), log_model, checkpoint)[0]
     runs.use(packages, str(tmp_path))
-    for of, read, number in (
+    for item, read, number in (
         ("mlflow", runs.in_mlflow, {True: 2, "all": 4}),
         ("wandb", runs.in_wandb, {True: 2, "all": 6}),
     ):
-        uploaded, wanted = read(folders), read(files)
-        assert len(wanted) == number[log_model]
-        assert [(each.aliases, each.metadata) for each in uploaded] == [
-            (each.aliases, each.metadata) for each in wanted
+        uploaded, expected = read(folders), read(files)
+        assert len(expected) == number[log_model]
+        assert [(item.aliases, item.metadata) for item in uploaded] == [
+            (item.aliases, item.metadata) for item in expected
         ]
-        assert all(len(each.files) == 8 for each in uploaded)
-        best = [each for each in uploaded if "best" in each.aliases]
-        last = runs.download(best[-1], tmp_path / of / "last")
+        assert all(len(item.files) == 8 for item in uploaded)
+        best = [item for item in uploaded if "best" in item.aliases]
+        last = runs.download(best[-1], tmp_path / item / "last")
         loaded = EvaluatedModel.load_from_checkpoint(last, optimizer=torch.optim.SGD, options={"lr": 1.0})
         assert all(torch.equal(loaded.state_dict()[name], value) for name, value in weights.items())
         if log_model == "all":
-            first = runs.download(best[0], tmp_path / of / "first")
-            resumed, steps = run_on_ranks(runs.fit, 2, packages, str(tmp_path / of), False, checkpoint, str(first))[0]
+            first = runs.download(best[0], tmp_path / item / "first")
+            resumed, steps = run_on_ranks(runs.fit, 2, packages, str(tmp_path / item), False, checkpoint, str(first))[0]
             assert steps == 10
             assert all(torch.equal(resumed[name], value) for name, value in weights.items())

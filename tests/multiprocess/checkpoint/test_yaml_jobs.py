@@ -98,17 +98,17 @@ def test_a_yaml_trains_and_resumes_on_another_number_of_ranks(
     run_on_warm_ranks(run_each, job.num_ranks[1], [later])
     assert main(["plan", *first]) == 0
     assert f"{job.num_ranks[0]} ranks on 1 node" in capsys.readouterr().out
-    found, before = saved_in(tmp_path, 2), saved_in(tmp_path, 1)
+    actual, old = saved_in(tmp_path, 2), saved_in(tmp_path, 1)
     if job.plain is None:
-        (alone := tmp_path / "alone").mkdir()
-        run_on_warm_ranks(run_each, 1, [["--config", write_yaml(alone, job, job.strategy, 1, 2)]])
-        wanted = saved_in(alone, 2)
-        ids = found["first.ids"] if "first.ids" in found else found[f"{OF_USERS}._mch_counts"]
+        (single := tmp_path / "alone").mkdir()
+        run_on_warm_ranks(run_each, 1, [["--config", write_yaml(single, job, job.strategy, 1, 2)]])
+        expected = saved_in(single, 2)
+        ids = actual["first.ids"] if "first.ids" in actual else actual[f"{OF_USERS}._mch_counts"]
         assert int((ids > 0).sum()) > 15
     else:
-        wanted = train_plain(job.plain(), [batch_of(False, step) for step in range(2 * STEPS)])
-    assert found.keys() == wanted.keys()
-    assert too_far(found, wanted, 1e-5) == {}
-    assert min(float((found[key].float() - before[key].float()).abs().max()) for key in found if "weight" in key) > 1e-4
+        expected = train_plain(job.plain(), [batch_of(False, step) for step in range(2 * STEPS)])
+    assert actual.keys() == expected.keys()
+    assert too_far(actual, expected, 1e-5) == {}
+    assert min(float((actual[key].float() - old[key].float()).abs().max()) for key in actual if "weight" in key) > 1e-4
     if job.callbacks:
         assert "/occupancy" in (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text()

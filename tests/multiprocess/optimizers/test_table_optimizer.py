@@ -401,7 +401,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_the_one_that_never_stopped(live
 def test_a_checkpoint_of_other_optimizers_is_refused_with_a_way_out(
     lived: dict[str, Any], life: str, message: str
 ) -> None:
-    failed = lived[life].then[0][0].failed
+    failed = lived[life].later[0][0].failed
     assert f"CheckpointError: the checkpoint has the state of {message}" in failed
     assert "checkpoint={'start_from': path}" in failed
 

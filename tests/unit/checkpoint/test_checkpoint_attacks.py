@@ -73,12 +73,12 @@ def _refusal(path: Path) -> str:
 
 
 def test_the_checkpoint_that_is_spoilt_below_is_good(folder: Path) -> None:
-    found = _read_all(folder)
-    assert torch.equal(found["table"], torch.arange(2000.0).view(40, 50))
-    assert torch.equal(found["large"], torch.ones(100, 100))
+    actual = _read_all(folder)
+    assert torch.equal(actual["table"], torch.arange(2000.0).view(40, 50))
+    assert torch.equal(actual["large"], torch.ones(100, 100))
     _edit_metadata(folder, lambda metadata: None)
     _edit_state(folder, lambda state: None)
-    assert _read_all(folder).keys() == found.keys()
+    assert _read_all(folder).keys() == actual.keys()
 
 
 def _put(folder: Path, name: str, content: bytes) -> Path:
@@ -127,17 +127,17 @@ def _global(module: str, name: str) -> bytes:
 
 
 FORMS: dict[str, Callable[[str, str, bytes], bytes]] = {
-    "REDUCE": lambda module, name, given: b"\x80\x04" + _global(module, name) + _tuple(given) + b"R.",
-    "GLOBAL": lambda module, name, given: b"\x80\x02c" + f"{module}\n{name}\n".encode() + _tuple(given) + b"R.",
-    "INST": lambda module, name, given: b"(" + given + b"i" + f"{module}\n{name}\n".encode() + b".",
-    "OBJ": lambda module, name, given: b"(c" + f"{module}\n{name}\n".encode() + given + b"o.",
-    "NEWOBJ": lambda module, name, given: b"\x80\x04" + _global(module, name) + _tuple(given) + b"\x81.",
-    "NEWOBJ_EX": lambda module, name, given: b"\x80\x04" + _global(module, name) + _tuple(given) + b"}\x92.",
-    "memo": lambda module, name, given: (
-        b"\x80\x04" + _global(module, name) + b"\x94" + b"0" + b"h\x00" + _tuple(given) + b"R."
+    "REDUCE": lambda module, name, options: b"\x80\x04" + _global(module, name) + _tuple(options) + b"R.",
+    "GLOBAL": lambda module, name, options: b"\x80\x02c" + f"{module}\n{name}\n".encode() + _tuple(options) + b"R.",
+    "INST": lambda module, name, options: b"(" + options + b"i" + f"{module}\n{name}\n".encode() + b".",
+    "OBJ": lambda module, name, options: b"(c" + f"{module}\n{name}\n".encode() + options + b"o.",
+    "NEWOBJ": lambda module, name, options: b"\x80\x04" + _global(module, name) + _tuple(options) + b"\x81.",
+    "NEWOBJ_EX": lambda module, name, options: b"\x80\x04" + _global(module, name) + _tuple(options) + b"}\x92.",
+    "memo": lambda module, name, options: (
+        b"\x80\x04" + _global(module, name) + b"\x94" + b"0" + b"h\x00" + _tuple(options) + b"R."
     ),
-    "hidden": lambda module, name, given: (  # before good metadata, and dropped from the stack
-        b"\x80\x04" + _global(module, name) + _tuple(given) + b"R0" + pickle.dumps(Metadata({}, storage_data={}))[2:]
+    "hidden": lambda module, name, options: (  # before good metadata, and dropped from the stack
+        b"\x80\x04" + _global(module, name) + _tuple(options) + b"R0" + pickle.dumps(Metadata({}, storage_data={}))[2:]
     ),
 }
 
@@ -253,12 +253,12 @@ def test_the_payloads_would_work_if_they_were_run(tmp_path: Path, canary: Path) 
 @pytest.mark.parametrize("place", PLACES)
 def test_no_pickle_runs_code(tmp_path: Path, folder: Path, canary: Path, place: str) -> None:
     evil = _file(tmp_path / "evil", pickle.dumps(Payload(os.system, f"touch {canary}")))
-    for module, name, given in _gadgets(canary, evil):
+    for module, name, options in _gadgets(canary, evil):
         for form, make in FORMS.items() if place == "metadata" else list(FORMS.items())[:3]:
-            path = PLACES[place](folder, make(module, name, _text(given)))
-            said = _refusal(path)
+            path = PLACES[place](folder, make(module, name, _text(options)))
+            message = _refusal(path)
             assert not canary.exists(), (module, name, form)
-            assert str(tmp_path) in said
+            assert str(tmp_path) in message
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -294,9 +294,9 @@ def test_files_of_torch_save_run_no_code_in_either_format(folder: Path, canary: 
 @pytest.mark.parametrize("place", PLACES)
 def test_no_message_advises_to_run_the_code_after_all(folder: Path, place: str) -> None:
     for content in (pickle.dumps(Payload(print, "run")), b"", b"\0" * 100):
-        said = _refusal(PLACES[place](folder, content))
-        assert "weights_only" not in said, said
-        assert said.isprintable(), f"more than a line: {said!r}"
+        message = _refusal(PLACES[place](folder, content))
+        assert "weights_only" not in message, message
+        assert message.isprintable(), f"more than a line: {message!r}"
 
 
 class Scripted(torch.nn.Module):
@@ -337,10 +337,10 @@ def nothing_changed() -> Iterator[None]:
     """Fails when something that metadata may name has other attributes in the end; puts those back."""
     named = [getattr(__import__(module, fromlist=["x"]), name) for module, name in sorted(DCP_METADATA_NAMES)]
     named += list(_MEM_FORMAT_ENCODING)
-    before = [dict(vars(thing)) for thing in named if hasattr(thing, "__dict__")]
+    old = [dict(vars(thing)) for thing in named if hasattr(thing, "__dict__")]
     yield
     changed = []
-    for thing, was in zip([thing for thing in named if hasattr(thing, "__dict__")], before, strict=True):
+    for thing, was in zip([thing for thing in named if hasattr(thing, "__dict__")], old, strict=True):
         for key, value in dict(vars(thing)).items():
             if key not in was:
                 delattr(thing, key)
@@ -366,10 +366,10 @@ def test_metadata_change_nothing_that_others_use(folder: Path, module: str, name
         "one": _global(module, name) + b")\x81",
         "one that all share": _global(module, name) + _tuple(b"K\x00") + b"R",
     }
-    for what in made.values():
+    for case in made.values():
         for state in (attributes + b"u", _tuple(b"N", attributes + b"u"), _tuple(attributes + b"u", b"N")):
-            _refusal(_put(folder, METADATA_FILE, b"\x80\x04" + what + state + b"b."))
-        _refusal(_put(folder, METADATA_FILE, b"\x80\x04" + what + b"."))
+            _refusal(_put(folder, METADATA_FILE, b"\x80\x04" + case + state + b"b."))
+        _refusal(_put(folder, METADATA_FILE, b"\x80\x04" + case + b"."))
 
 
 CALLS: dict[str, bytes] = {
@@ -424,11 +424,11 @@ def _entry(**changes: Any) -> Callable[[Any], None]:
     return edit
 
 
-def _chunk(which: int = 0, **changes: Any) -> Callable[[Any], None]:
+def _chunk(number: int = 0, **changes: Any) -> Callable[[Any], None]:
     """Change where a chunk of the table is said to lie, in the list of chunks and where it is stored."""
 
     def edit(metadata: Any) -> None:
-        chunk = metadata.state_dict_metadata["state_dict/table"].chunks[which]
+        chunk = metadata.state_dict_metadata["state_dict/table"].chunks[number]
         index = MetadataIndex("state_dict/table", chunk.offsets)
         vars(chunk).update(changes)
         if isinstance(chunk.offsets, tuple):
@@ -512,10 +512,10 @@ METADATA: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.usefixtures("nothing_changed")
-@pytest.mark.parametrize("what", METADATA)
-def test_metadata_that_lie_are_reported_as_damage(folder: Path, what: str) -> None:
-    said = _refusal(_edit_metadata(folder, METADATA[what]))
-    assert str(folder) in said
+@pytest.mark.parametrize("case", METADATA)
+def test_metadata_that_lie_are_reported_as_damage(folder: Path, case: str) -> None:
+    message = _refusal(_edit_metadata(folder, METADATA[case]))
+    assert str(folder) in message
 
 
 def _outside(tmp_path: Path) -> dict[str, str]:
@@ -534,13 +534,13 @@ def _outside(tmp_path: Path) -> dict[str, str]:
 def test_nothing_outside_of_the_folder_is_read(tmp_path: Path, folder: Path) -> None:
     secret = _file(tmp_path / "secret", (folder / TENSORS).read_bytes())  # would load
     places = _outside(tmp_path)
-    for number, (how, place) in enumerate(places.items()):
+    for number, (update, place) in enumerate(places.items()):
         lying, listing = (shutil.copytree(folder, tmp_path / f"{number} {i}", symlinks=True) for i in range(2))
-        before = os.stat(secret).st_atime_ns
+        old = os.stat(secret).st_atime_ns
         _refusal(_edit_metadata(lying, _lies(relative_path=place)))
-        assert os.stat(secret).st_atime_ns == before, how
-        _edit_marker(listing, lambda marker, at=place: marker["files"].update({at: secret.stat().st_size}))
-        assert "is missing" in _refusal(listing), how
+        assert os.stat(secret).st_atime_ns == old, update
+        _edit_marker(listing, lambda marker, position=place: marker["files"].update({position: secret.stat().st_size}))
+        assert "is missing" in _refusal(listing), update
 
 
 # ------------------------------------------------------------------------------------------------------ the other files
@@ -565,11 +565,11 @@ STATES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("what", STATES)
-def test_a_state_that_lies_is_reported_as_damage(folder: Path, what: str) -> None:
-    stand_in = {key: value for key, value in (STAND_IN | STATES[what]).items() if value is not ...}
-    said = _refusal(_edit_state(folder, lambda state: state["state_dict"].update(table=stand_in)))
-    assert str(folder) in said
+@pytest.mark.parametrize("case", STATES)
+def test_a_state_that_lies_is_reported_as_damage(folder: Path, case: str) -> None:
+    stand_in = {key: value for key, value in (STAND_IN | STATES[case]).items() if value is not ...}
+    message = _refusal(_edit_state(folder, lambda state: state["state_dict"].update(table=stand_in)))
+    assert str(folder) in message
 
 
 def test_a_state_of_another_kind_is_reported_as_damage(folder: Path) -> None:
@@ -605,9 +605,9 @@ MARKERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("what", MARKERS)
-def test_a_marker_that_lies_is_reported_as_damage(folder: Path, what: str) -> None:
-    content = MARKERS[what]
+@pytest.mark.parametrize("case", MARKERS)
+def test_a_marker_that_lies_is_reported_as_damage(folder: Path, case: str) -> None:
+    content = MARKERS[case]
     if isinstance(content, dict):
         marker = json.loads((folder / MARKER).read_text()) | content
         content = json.dumps({key: value for key, value in marker.items() if value is not ...}).encode()
@@ -633,10 +633,10 @@ CHUNKS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("what", CHUNKS)
+@pytest.mark.parametrize("case", CHUNKS)
 @pytest.mark.filterwarnings("ignore:Sparse")
-def test_a_chunk_that_is_no_tensor_of_its_shape_is_reported_as_damage(folder: Path, what: str) -> None:
-    content = _chunks(CHUNKS[what])
+def test_a_chunk_that_is_no_tensor_of_its_shape_is_reported_as_damage(folder: Path, case: str) -> None:
+    content = _chunks(CHUNKS[case])
     assert str(folder) in _refusal(_chunks_at(_put(folder, TENSORS, content), TENSORS, len(content)))
 
 
@@ -679,18 +679,18 @@ SAFE: dict[str, bytes] = {
 }
 
 
-@pytest.mark.parametrize("what", SAFE)
-def test_a_safetensors_file_that_lies_is_reported_as_one(tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("case", SAFE)
+def test_a_safetensors_file_that_lies_is_reported_as_one(tmp_path: Path, case: str) -> None:
     pytest.importorskip("safetensors")
-    assert "it.safetensors" in _refusal(_file(tmp_path / "it.safetensors", SAFE[what]))
+    assert "it.safetensors" in _refusal(_file(tmp_path / "it.safetensors", SAFE[case]))
 
 
 def test_small_safetensors_files_are_read(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     tensors = {"scalar": torch.tensor(3.0), "empty": torch.zeros(0, 4), "one": torch.ones(1), "bool": torch.ones(2) > 0}
     safetensors.save_file(tensors, tmp_path / "it.safetensors")
-    found = _read_all(tmp_path / "it.safetensors")
-    assert {key: value.tolist() for key, value in found.items()} == {k: v.tolist() for k, v in tensors.items()}
+    actual = _read_all(tmp_path / "it.safetensors")
+    assert {key: value.tolist() for key, value in actual.items()} == {k: v.tolist() for k, v in tensors.items()}
 
 
 @pytest.mark.parametrize("name", ["it.ckpt", "it.pt", "it.bin"])
@@ -715,22 +715,22 @@ def _in_child(action: Callable[[], Any], seconds: int = 5) -> tuple[str, float]:
             used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (used + 2**31, resource.RLIM_INFINITY))
             Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
-            before, raised = _peak_mib(), ""
+            old, raised = _peak_mib(), ""
             try:
                 action()
             except CheckpointError as error:
                 raised = f"CheckpointError: {error}"
             except BaseException:
                 raised = traceback.format_exc()
-            os.write(writing, json.dumps([raised[-2000:], _peak_mib() - before]).encode())
+            os.write(writing, json.dumps([raised[-2000:], _peak_mib() - old]).encode())
         finally:
             os._exit(0)
     os.close(writing)
     with open(reading, "rb") as pipe:
-        said = pipe.read()
+        message = pipe.read()
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert said, f"the child was ended by signal {-code}: 14 is for too long"
-    return tuple(json.loads(said))
+    assert message, f"the child was ended by signal {-code}: 14 is for too long"
+    return tuple(json.loads(message))
 
 
 def _peak_mib() -> float:
@@ -759,9 +759,9 @@ BOMBS: dict[str, Callable[[Path], Path]] = {
 }
 
 
-@pytest.mark.parametrize("what", BOMBS)
-def test_a_few_bytes_claim_no_gigabytes(folder: Path, what: str) -> None:
-    path = BOMBS[what](folder)
+@pytest.mark.parametrize("case", BOMBS)
+def test_a_few_bytes_claim_no_gigabytes(folder: Path, case: str) -> None:
+    path = BOMBS[case](folder)
     raised, grew = _in_child(lambda: _read_all(path))
     assert raised.startswith("CheckpointError: "), raised
     assert grew < 300, f"it took {grew:.0f} MiB"
@@ -810,8 +810,8 @@ def test_files_with_flipped_bytes_load_or_are_reported_as_damaged(folder: Path) 
                 except CheckpointError:
                     continue
                 except BaseException as error:
-                    at = [i for i, (a, b) in enumerate(zip(content, spoilt, strict=True)) if a != b]
-                    raise AssertionError(f"{name} with {[(i, spoilt[i]) for i in at]}: {error!r}") from error
+                    position = [i for i, (a, b) in enumerate(zip(content, spoilt, strict=True)) if a != b]
+                    raise AssertionError(f"{name} with {[(i, spoilt[i]) for i in position]}: {error!r}") from error
             (folder / name).write_bytes(content)
 
     raised, _ = _in_child(flip, seconds=60)
@@ -824,9 +824,9 @@ def test_files_with_flipped_bytes_load_or_are_reported_as_damaged(folder: Path) 
 @pytest.mark.parametrize("name", ["../outside", "{tmp}/outside", "../../outside", ".", "..", "", "a\0b", 7, None, ...])
 def test_a_leftover_goes_nowhere_but_to_a_name_beside_it(tmp_path: Path, template: Path, name: Any) -> None:
     parent = tmp_path / "a" / "b"
-    left = Path(shutil.copytree(template, parent / f"{UNFINISHED}x"))
+    leftovers = Path(shutil.copytree(template, parent / f"{UNFINISHED}x"))
     named = {"name": name.format(tmp=tmp_path) if isinstance(name, str) else name}
-    _edit_marker(left, lambda marker: marker.pop("name") if name is ... else marker.update(named))
+    _edit_marker(leftovers, lambda marker: marker.pop("name") if name is ... else marker.update(named))
     clean_up(parent)
     assert list(tmp_path.iterdir()) == [tmp_path / "a"]
     assert list((tmp_path / "a").iterdir()) == [parent]
@@ -835,8 +835,8 @@ def test_a_leftover_goes_nowhere_but_to_a_name_beside_it(tmp_path: Path, templat
 
 def test_a_leftover_that_is_damaged_or_of_a_later_version_stops_nobody(tmp_path: Path, template: Path) -> None:
     for number, content in enumerate([b"", b"[]", b'{"format": 2, "files": {}, "name": "it.ckpt"}', b"\xff"]):
-        left = Path(shutil.copytree(template, tmp_path / f"{UNFINISHED}{number}"))
-        (left / MARKER).write_bytes(content)
+        leftovers = Path(shutil.copytree(template, tmp_path / f"{UNFINISHED}{number}"))
+        (leftovers / MARKER).write_bytes(content)
     clean_up(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -866,7 +866,14 @@ def test_writing_over_a_link_leaves_what_it_led_to(tmp_path: Path, folder: Path)
 
 def test_chunk_metadata_of_ours_name_only_what_the_attacks_above_name() -> None:
     """A checker of the above: what metadata may name, and no test here does, is an attack that was not thought of."""
-    here = {Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata, ChunkStorageMetadata, _StorageInfo}
-    named = {f"{kind.__module__}.{kind.__qualname__}" for kind in here}
-    others = {".".join(pair) for pair in DCP_METADATA_NAMES} - named
-    assert others == {"torch.Size", "torch.serialization._get_layout", f"{HOME}._MEM_FORMAT_ENCODING"}
+    expected_classes = {
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+        ChunkStorageMetadata,
+        _StorageInfo,
+    }
+    named = {f"{kind.__module__}.{kind.__qualname__}" for kind in expected_classes}
+    other_results = {".".join(pair) for pair in DCP_METADATA_NAMES} - named
+    assert other_results == {"torch.Size", "torch.serialization._get_layout", f"{HOME}._MEM_FORMAT_ENCODING"}

@@ -32,7 +32,7 @@ def _state() -> dict[str, Any]:
     }
 
 
-def _folder(path: Path, state: dict[str, Any] | None = None, plan: dict[str, Any] = PLAN, **more: Any) -> Path:
+def _folder(path: Path, state: dict[str, Any] | None = None, plan: dict[str, Any] = PLAN, **extra: Any) -> Path:
     cut = dict(_state() if state is None else state)
     for name, value in cut.items():
         if name.endswith(("users.weight", "films.weight")):
@@ -44,7 +44,7 @@ def _folder(path: Path, state: dict[str, Any] | None = None, plan: dict[str, Any
         "state": {"films.weight": {"sum": by_rows(cut["films.weight"].chunks[0].tensor, 9), "step": torch.tensor(4.0)}},
         "param_groups": [{"lr": 0.1, "params": ["mlp.weight", "films.weight"]}],
     }
-    whole = {"state_dict": cut, "optimizer_states": [optimizer], **more}
+    whole = {"state_dict": cut, "optimizer_states": [optimizer], **extra}
     return write_folder(path, whole, plan=plan, num_ranks=3)
 
 
@@ -57,11 +57,11 @@ def _text(show: Callable[[Console], None]) -> str:
 
 def test_a_folder_is_described_by_its_tables_tensors_optimizers_and_writer(tmp_path: Path) -> None:
     path = _folder(tmp_path / "a.ckpt")
-    found = describe(path).as_json()
-    assert json.loads(json.dumps(found)) == found
+    actual = describe(path).as_json()
+    assert json.loads(json.dumps(actual)) == actual
     listed = [
         (t["name"], t["shape"], t["dtype"], t["num_bytes"], t["sharding_type"], t["ranks"])
-        for t in found.pop("tensors")
+        for t in actual.pop("tensors")
     ]
     assert listed == [
         ("sequences.embeddings.items.weight", [500, 32], "float16", 32000, "column_wise", [0, 2]),
@@ -71,7 +71,7 @@ def test_a_folder_is_described_by_its_tables_tensors_optimizers_and_writer(tmp_p
         ("mlp.bias", [7], "bfloat16", 14, None, None),
         ("count", [], "int64", 8, None, None),
     ]
-    assert found == {
+    assert actual == {
         "complete": True,
         "path": str(path),
         "kind": "checkpoint of lightning_distrec",
@@ -95,8 +95,8 @@ def test_a_folder_is_described_by_its_tables_tensors_optimizers_and_writer(tmp_p
 
 def test_tables_of_a_collection_that_is_the_module_itself_are_found(tmp_path: Path) -> None:
     state = {"embedding_bags.users.weight": torch.rand(300, 16), "films.weight": torch.rand(9, 4)}
-    found = describe(_folder(tmp_path / "a.ckpt", state, {".users": PLAN["ebc.users"]}))
-    assert {tensor.name: tensor.sharding_type for tensor in found.tensors} == {
+    actual = describe(_folder(tmp_path / "a.ckpt", state, {".users": PLAN["ebc.users"]}))
+    assert {tensor.name: tensor.sharding_type for tensor in actual.tensors} == {
         "embedding_bags.users.weight": "row_wise",
         "films.weight": None,
     }
@@ -104,8 +104,8 @@ def test_tables_of_a_collection_that_is_the_module_itself_are_found(tmp_path: Pa
 
 def test_people_read_the_largest_first_and_how_many_more_there_are(tmp_path: Path) -> None:
     state = _state() | {f"layer {i:02}": torch.rand(10 + i) for i in range(30)}
-    found = describe(_folder(tmp_path / "a.ckpt", state))
-    text = _text(lambda console: print_description(found, console, show_all=False))
+    actual = describe(_folder(tmp_path / "a.ckpt", state))
+    text = _text(lambda console: print_description(actual, console, show_all=False))
     first, *lines = text.splitlines()
     assert first.startswith(f"{tmp_path}/a.ckpt: checkpoint of lightning_distrec, complete, ")
     assert first.endswith("kB on disk")
@@ -124,9 +124,9 @@ def test_people_read_the_largest_first_and_how_many_more_there_are(tmp_path: Pat
         "and 16 smaller tensors, 946 bytes in all; --all lists them",
         "optimizer 0, torch.optim.adagrad.Adagrad: 2 tensors, 3.8 kB",
     ]
-    everything = _text(lambda console: print_description(found, console, show_all=True))
-    assert all(name in everything for name in state)
-    assert "--all" not in everything
+    full_text = _text(lambda console: print_description(actual, console, show_all=True))
+    assert all(name in full_text for name in state)
+    assert "--all" not in full_text
 
 
 def test_plain_files_are_described_too(tmp_path: Path) -> None:
@@ -134,13 +134,13 @@ def test_plain_files_are_described_too(tmp_path: Path) -> None:
     for suffix in ("pt", "safetensors", "ckpt"):
         export(folder, tmp_path / f"out.{suffix}")
     kinds = {"pt": "state_dict", "safetensors": "safetensors file", "ckpt": "Lightning checkpoint"}
-    wanted = sorted((t.name, t.shape, t.dtype, t.num_bytes) for t in describe(folder).tensors)
+    expected = sorted((t.name, t.shape, t.dtype, t.num_bytes) for t in describe(folder).tensors)
     for suffix, kind in kinds.items():
-        found = describe(tmp_path / f"out.{suffix}")
-        assert (found.kind, found.problem) == (kind, None)
-        assert sorted((t.name, t.shape, t.dtype, t.num_bytes) for t in found.tensors) == wanted
-        assert found.bytes_on_disk == (tmp_path / f"out.{suffix}").stat().st_size
-        assert (found.step, found.epoch) == ((30, 2) if suffix == "ckpt" else (None, None))
+        actual = describe(tmp_path / f"out.{suffix}")
+        assert (actual.kind, actual.problem) == (kind, None)
+        assert sorted((t.name, t.shape, t.dtype, t.num_bytes) for t in actual.tensors) == expected
+        assert actual.bytes_on_disk == (tmp_path / f"out.{suffix}").stat().st_size
+        assert (actual.step, actual.epoch) == ((30, 2) if suffix == "ckpt" else (None, None))
     assert [(o.num_tensors, o.num_bytes) for o in describe(tmp_path / "out.ckpt").optimizers] == [(2, 3844)]
 
 
@@ -169,7 +169,7 @@ def _overwrite(name: str) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (_without_marker, "is not a complete checkpoint: complete.json, which is written last, is missing"),
         (_without_rank, "is damaged: rank_0.pt is missing, and should have"),
@@ -179,14 +179,14 @@ def _overwrite(name: str) -> Callable[[Path], None]:
         (_overwrite("state.pt"), "state.pt cannot be read: it holds something other than tensors and plain types"),
     ],
 )
-def test_what_is_wrong_with_a_folder_is_reported(tmp_path: Path, damage: Callable[[Path], None], said: str) -> None:
+def test_what_is_wrong_with_a_folder_is_reported(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
     path = _folder(tmp_path / "a.ckpt")
     damage(path)
-    found = describe(path)
-    assert said in (found.problem or "")
-    assert found.as_json()["complete"] is False
-    assert found.bytes_on_disk == sum(file.stat().st_size for file in path.iterdir())
-    text = _text(lambda console: print_description(found, console, show_all=False))
+    actual = describe(path)
+    assert message in (actual.problem or "")
+    assert actual.as_json()["complete"] is False
+    assert actual.bytes_on_disk == sum(file.stat().st_size for file in path.iterdir())
+    text = _text(lambda console: print_description(actual, console, show_all=False))
     assert text.startswith(f"{path}: folder, CANNOT BE LOADED, ")
 
 

@@ -39,16 +39,16 @@ def weights() -> dict[str, Tensor]:
     }
 
 
-def _folder(path: Path, **more: Any) -> Path:
+def _folder(path: Path, **extra: Any) -> Path:
     cut: dict[str, Any] = dict(weights())
     cut["ebc.embedding_bags.users.weight"] = by_rows(cut["ebc.embedding_bags.users.weight"], 1300)
     cut["ebc.embedding_bags.items.weight"] = by_columns(cut["ebc.embedding_bags.items.weight"], 8, 20)
-    return write_folder(path, {"state_dict": cut, **more})
+    return write_folder(path, {"state_dict": cut, **extra})
 
 
-def _same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
-    return found.keys() == wanted.keys() and all(
-        found[key].dtype == wanted[key].dtype and torch.equal(found[key], wanted[key]) for key in wanted
+def _same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return actual.keys() == expected.keys() and all(
+        actual[key].dtype == expected[key].dtype and torch.equal(actual[key], expected[key]) for key in expected
     )
 
 
@@ -61,14 +61,14 @@ def _piecewise(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 def test_a_pt_file_is_the_one_that_torch_writes_but_for_its_serial_number(tmp_path: Path) -> None:
     export(_folder(tmp_path / "a.ckpt"), tmp_path / "found.pt")
     (tmp_path / "by torch").mkdir()
-    wanted = tmp_path / "by torch" / "found.pt"
-    torch.save({key: value.contiguous() for key, value in weights().items()}, wanted)
-    assert _records(tmp_path / "found.pt") == _records(wanted)
-    found = (tmp_path / "found.pt").read_bytes()
-    before_it = found.index(b"found/.data/serialization_id")
+    expected = tmp_path / "by torch" / "found.pt"
+    torch.save({key: value.contiguous() for key, value in weights().items()}, expected)
+    assert _records(tmp_path / "found.pt") == _records(expected)
+    actual = (tmp_path / "found.pt").read_bytes()
+    before_it = actual.index(b"found/.data/serialization_id")
     assert before_it > sum(value.nbytes for value in weights().values())
-    assert found[:before_it] == wanted.read_bytes()[:before_it]
-    assert len(found) == wanted.stat().st_size
+    assert actual[:before_it] == expected.read_bytes()[:before_it]
+    assert len(actual) == expected.stat().st_size
 
 
 def _records(path: Path) -> dict[str, tuple[int, int, bytes]]:
@@ -106,15 +106,15 @@ def test_a_ckpt_file_holds_all_that_lightning_saves_and_numbers_for_parameters(t
     }
     source = _folder(tmp_path / "a.ckpt", optimizer_states=[state], hyper_parameters={"dim": 4}, callbacks={"c": 1})
     export(source, tmp_path / "out.ckpt")
-    found = torch.load(tmp_path / "out.ckpt", weights_only=True)
-    assert _same(found.pop("state_dict"), weights())
-    state_found = found.pop("optimizer_states")[0]
+    actual = torch.load(tmp_path / "out.ckpt", weights_only=True)
+    assert _same(actual.pop("state_dict"), weights())
+    state_found = actual.pop("optimizer_states")[0]
     assert torch.equal(state_found["state"][0].pop("sum"), sums)
     assert state_found == {
         "state": {1: {"step": torch.tensor(4.0)}, 0: {"step": torch.tensor(5.0)}},
         "param_groups": [{"lr": 0.1, "params": [0]}, {"lr": 0.2, "params": [1]}],
     }
-    assert found == {
+    assert actual == {
         "epoch": 2,
         "global_step": 30,
         "pytorch-lightning_version": "2.6.0",
@@ -126,12 +126,12 @@ def test_a_ckpt_file_holds_all_that_lightning_saves_and_numbers_for_parameters(t
 
 @pytest.mark.usefixtures("_piecewise")
 @pytest.mark.parametrize("first", ["pt", "safetensors", "ckpt"])
-@pytest.mark.parametrize("then", ["pt", "safetensors"])
-def test_plain_files_become_one_another(tmp_path: Path, first: str, then: str) -> None:
+@pytest.mark.parametrize("second", ["pt", "safetensors"])
+def test_plain_files_become_one_another(tmp_path: Path, first: str, second: str) -> None:
     export(_folder(tmp_path / "a.ckpt"), tmp_path / f"first.{first}")
-    export(tmp_path / f"first.{first}", tmp_path / f"then.{then}")
-    load = load_file if then == "safetensors" else torch.load
-    assert _same(load(tmp_path / f"then.{then}"), weights())
+    export(tmp_path / f"first.{first}", tmp_path / f"then.{second}")
+    load = load_file if second == "safetensors" else torch.load
+    assert _same(load(tmp_path / f"then.{second}"), weights())
 
 
 def test_tensors_that_share_memory_or_lie_in_larger_ones_become_tensors_of_their_own(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def _other(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("source", "target", "said"),
+    ("source", "target", "message"),
     [
         (
             _good,
@@ -209,15 +209,15 @@ def _other(folder: Path) -> Path:
     ],
 )
 def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
-    tmp_path: Path, source: Callable[[Path], Path], target: str, said: str
+    tmp_path: Path, source: Callable[[Path], Path], target: str, message: str
 ) -> None:
     (tmp_path / "there.pt").write_text("mine")
     (tmp_path / "folder.pt").mkdir()
     path = source(tmp_path)
-    before = sorted(tmp_path.iterdir())
-    with pytest.raises(CheckpointError, match=said):
+    old = sorted(tmp_path.iterdir())
+    with pytest.raises(CheckpointError, match=message):
         export(path, tmp_path / target)
-    assert sorted(tmp_path.iterdir()) == before
+    assert sorted(tmp_path.iterdir()) == old
     assert (tmp_path / "there.pt").read_text() == "mine"
 
 
@@ -258,13 +258,13 @@ def test_too_little_space_raises_before_anything_is_written(tmp_path: Path, monk
 def test_a_write_that_fails_is_reported_and_leaves_nothing(tmp_path: Path, suffix: str, limit_bytes: int) -> None:
     """A limit on files' sizes stands in for a full disk: torch's writer and ours meet it in the same way."""
     source = _folder(tmp_path / "a.ckpt")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, before[1]))
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, old[1]))
     try:
         with pytest.raises(CheckpointError, match=rf"out.{suffix} cannot be written: .* No file was left there."):
             export(source, tmp_path / f"out.{suffix}")
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
     assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
 
 
@@ -281,13 +281,13 @@ def test_an_export_that_is_stopped_leaves_nothing(tmp_path: Path) -> None:
 
 def test_progress_is_reported_and_ends_with_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks_module, "BLOCK_BYTES", 4000)
-    said: list[tuple[int, int]] = []
+    messages: list[tuple[int, int]] = []
     export(
         _folder(tmp_path / "a.ckpt"),
         tmp_path / "out.pt",
-        on_progress=lambda written, total: said.append((written, total)),
+        on_progress=lambda written, total: messages.append((written, total)),
     )
     total = sum(value.nbytes for value in weights().values())
-    assert said[-1] == (total, total)
-    assert [written for written, _ in said] == sorted(written for written, _ in said)
-    assert len(said) > 50
+    assert messages[-1] == (total, total)
+    assert [written for written, _ in messages] == sorted(written for written, _ in messages)
+    assert len(messages) > 50

@@ -56,8 +56,8 @@ def test_a_checkpoint_that_gets_no_inode_leaves_nothing_behind(small: Path, kind
             outcomes.append("saved")
         except CheckpointError as error:
             outcomes.append("refused" if "No space left on device" in str(error) else str(error))
-        left = [each.name for each in small.iterdir() if each.name.startswith((NEW, UNFINISHED))]
-        assert left == [], f"with {free} inodes"
+        leftovers = [item.name for item in small.iterdir() if item.name.startswith((NEW, UNFINISHED))]
+        assert leftovers == [], f"with {free} inodes"
         assert is_checkpoint(path)
         assert load(path, 0, 1).checkpoint["global_step"] == (2 if outcomes[-1] == "saved" else 1)
         if outcomes[-1] == "saved":

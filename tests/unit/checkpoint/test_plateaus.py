@@ -37,16 +37,16 @@ class Falls(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": falling, "monitor": "loss"}}
 
 
-def _fit(*callbacks: pl.Callback, ckpt_path: str | None = None, **more: Any) -> tuple[float, float, list[str]]:
+def _fit(*callbacks: pl.Callback, ckpt_path: str | None = None, **extra: Any) -> tuple[float, float, list[str]]:
     """Return a weight, the last rate, and what was said of schedulers."""
     model, batches = Falls(), DataLoader(torch.arange(float(STEPS))[:, None], batch_size=1)
-    limits = {**NO_OUTPUT, "enable_checkpointing": bool(callbacks), "num_sanity_val_steps": 1, **more}
+    limits = {**NO_OUTPUT, "enable_checkpointing": bool(callbacks), "num_sanity_val_steps": 1, **extra}
     trainer = pl.Trainer(strategy=TunedDDPStrategy(), accelerator="cpu", devices=1, callbacks=list(callbacks), **limits)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         trainer.fit(model, batches, batches, ckpt_path=ckpt_path)
-    said = [str(warning.message) for warning in told if "ReduceLROnPlateau" in str(warning.message)]
-    return model.layer.weight.item(), trainer.optimizers[0].param_groups[0]["lr"], said
+    messages = [str(warning.message) for warning in warned if "ReduceLROnPlateau" in str(warning.message)]
+    return model.layer.weight.item(), trainer.optimizers[0].param_groups[0]["lr"], messages
 
 
 @pytest.mark.parametrize("limit", [{"max_epochs": EPOCHS}, {"max_epochs": -1, "max_steps": STEPS * EPOCHS}])
@@ -58,5 +58,5 @@ def test_a_resumed_epoch_updates_plateaus_or_a_warning_says_that_one_is_missed(
     assert never_stopped[1:] == (0.1 / 2**3, [])
     for step in (2, 6, 10):
         assert _fit(ckpt_path=str(tmp_path / f"step={step}.ckpt"), **limit) == never_stopped
-    (said,) = _fit(ckpt_path=str(tmp_path / "step=4.ckpt"), **limit)[2]
-    assert said.startswith("ReduceLROnPlateau(monitor='loss') misses one epoch")
+    (message,) = _fit(ckpt_path=str(tmp_path / "step=4.ckpt"), **limit)[2]
+    assert message.startswith("ReduceLROnPlateau(monitor='loss') misses one epoch")

@@ -26,22 +26,22 @@ class LateCopies:
         self.slots.append(torch.zeros(num_bytes, dtype=torch.uint8))
         return self.slots[-1]
 
-    def start(self, source: Tensor, to: Tensor) -> "Late":
+    def start(self, source: Tensor, target: Tensor) -> "Late":
         self.started += 1
         assert self.started - self.arrived <= 3, "a slot is filled again before its copy has arrived"
-        return Late(self, lambda: to.copy_(source))
+        return Late(self, lambda: target.copy_(source))
 
 
 @dataclass
 class Late:
     """A copy that has not happened yet."""
 
-    of: LateCopies
+    copies: LateCopies
     copy: Callable[[], object]
 
     def synchronize(self) -> None:
         self.copy()
-        self.of.arrived += 1
+        self.copies.arrived += 1
 
 
 def tensors() -> list[Tensor]:
@@ -90,10 +90,10 @@ def test_copies_of_shards_are_equal_and_share_no_memory(on_gpu: bool, monkeypatc
 
     def copied() -> list[tuple[Tensor, Tensor, Tensor]]:
         sources = [tensor.to(torch.device("cpu")) + 0 if on_gpu else tensor.clone() for tensor in tensors()]
-        wanted = [tensor.clone() for tensor in sources]
+        expected = [tensor.clone() for tensor in sources]
         full = {str(i): ChunkedTensor((9,), t.dtype, [Chunk((0,), t)]) for i, t in enumerate(sources)}
-        found = [of.chunks[0].tensor for of in copy_to_host(full).values()]
-        return list(zip(sources, found, wanted, strict=True))
+        actual = [copy.chunks[0].tensor for copy in copy_to_host(full).values()]
+        return list(zip(sources, actual, expected, strict=True))
 
     if on_gpu:
         with emulated_streams() as streams:
@@ -101,7 +101,7 @@ def test_copies_of_shards_are_equal_and_share_no_memory(on_gpu: bool, monkeypatc
         assert streams.found.hazards == []
     else:
         triples = copied()
-    for source, found, wanted in triples:
+    for source, actual, expected in triples:
         source.zero_()
-        assert torch.equal(found, wanted)
-        assert found.is_contiguous()
+        assert torch.equal(actual, expected)
+        assert actual.is_contiguous()

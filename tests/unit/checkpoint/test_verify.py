@@ -22,9 +22,9 @@ def folder(tmp_path: Path) -> Path:
     return write_folder(tmp_path / "it.ckpt", {"state_dict": state}, num_ranks=1)
 
 
-def _flip(file: Path, at: int) -> None:
+def _flip(file: Path, position: int) -> None:
     content = bytearray(file.read_bytes())
-    content[at] ^= 1
+    content[position] ^= 1
     file.write_bytes(content)
 
 
@@ -36,11 +36,11 @@ def test_what_was_not_changed_is_as_it_was_written(folder: Path) -> None:
 
 def test_a_changed_number_of_a_table_is_named_and_loading_does_not_see_it(folder: Path) -> None:
     (tensors,) = folder.glob("*.distcp")
-    before = load(folder, 0, 1).checkpoint["state_dict"]["table"].read()
-    at = tensors.read_bytes().index(before[7].numpy().tobytes()) + 5
-    _flip(tensors, at)
+    old = load(folder, 0, 1).checkpoint["state_dict"]["table"].read()
+    position = tensors.read_bytes().index(old[7].numpy().tobytes()) + 5
+    _flip(tensors, position)
     assert verify(folder) == [f"'state_dict/table' in {tensors.name}"]
-    assert not torch.equal(load(folder, 0, 1).checkpoint["state_dict"]["table"].read(), before)
+    assert not torch.equal(load(folder, 0, 1).checkpoint["state_dict"]["table"].read(), old)
     assert main(["checkpoint", "inspect", str(folder), "--verify"]) == EXIT_ERROR
 
 
