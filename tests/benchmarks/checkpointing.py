@@ -16,8 +16,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded, here and in the r
 
 from tests.benchmarks import checkpointing_text as text  # noqa: E402
 from tests.benchmarks.checkpointing_model import QUICK_ROWS, ROWS, tensor_bytes  # noqa: E402
-from tests.benchmarks.checkpointing_rows import seconds_table, summary  # noqa: E402
-from tests.benchmarks.checkpointing_runs import Measured, measure  # noqa: E402
+from tests.benchmarks.checkpointing_runs import Measured, measure, seconds_table, summary  # noqa: E402  # noqa: E402
 from tests.benchmarks.performance_rows import machine, summary_table  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance.md"

@@ -6,12 +6,9 @@ import pytest
 import torch
 
 from tests.benchmarks import checkpointing_model as model
-from tests.benchmarks.checkpointing_loads import Loads
-from tests.benchmarks.checkpointing_rows import compared, seconds_table, summary
-from tests.benchmarks.checkpointing_runs import Measured
-from tests.benchmarks.checkpointing_saves import AsyncSaves, Saves
+from tests.benchmarks.checkpointing_runs import Loads, Measured, compared, seconds_table, summary
 from tests.benchmarks.checkpointing_text import BEGIN, END, section, with_section, with_section_of
-from tests.benchmarks.checkpointing_turns import Peak, file_system, folder_bytes, ratios
+from tests.benchmarks.checkpointing_turns import AsyncSaves, Peak, Saves, file_system, folder_bytes, ratios
 from tests.benchmarks.performance_text import GPU
 
 PAGE = f"# How fast\n\nwords\n\n{GPU}\n"
@@ -49,7 +46,7 @@ def test_aims_that_are_missed_are_bold() -> None:
     measured.async_saves = AsyncSaves([1.0], [0.5], [1.1], [5.0], [0.1], [0.2], peak=10, shards=10)
     measured.loads[3] = Loads([1.0], [2.0], 2**20)
     measured.exports[".ckpt"] = 2**29
-    rows = {row.what: row for row in summary(measured)}
+    rows = {row.name: row for row in summary(measured)}
     missed = {what for what, row in rows.items() if row.missed}
     assert missed == {
         "save / bare `dcp.save`",

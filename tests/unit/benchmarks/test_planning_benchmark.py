@@ -45,7 +45,7 @@ def test_worse_plans_and_missed_aims_are_bold_and_failures_are_listed() -> None:
     measured = Measured(limit_seconds=60)
     measured.timed = {TIMED[0]: Outcome(TIMED[0].job, bad, "not tried"), TIMED[1]: Outcome(TIMED[1].job, good, default)}
     measured.compared = [Outcome(SMALL, good, default), Outcome(SMALL, bad, default), Outcome(SMALL, good, "late")]
-    rows = {row.what: row for row in summary(measured)}
+    rows = {row.name: row for row in summary(measured)}
     assert {name for name, row in rows.items() if row.missed} == {
         "100 tables on 64 ranks: seconds to plan",
         "... the worst of them",
