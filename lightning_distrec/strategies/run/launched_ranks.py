@@ -12,17 +12,15 @@ from typing import Any
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_prefixed_message, rank_zero_info
 
 from lightning_distrec._compat.lightning_checkpoints import upload_folders_too
 from lightning_distrec.checkpoint.save import wait_for_checkpoint
 from lightning_distrec.cluster.consensus import CONTINUE, job_consensus
-from lightning_distrec.cluster.environment import LaunchedRanks, check_numbers
+from lightning_distrec.cluster.environment import LaunchedRanks
 from lightning_distrec.cluster.interface import GLOO, choose_interface
 from lightning_distrec.cluster.job_key import VARIABLE
-from lightning_distrec.cluster.launched import Launched
 from lightning_distrec.cluster.rendezvous import MeetingPoint, meet
 from lightning_distrec.cluster.threads import cpus_of_this_process, num_threads, use_threads
 from lightning_distrec.errors import ConfigError
@@ -40,25 +38,11 @@ from lightning_distrec.strategies.run.watchdog import start_watchdog, watched
 from lightning_distrec.units import quantity
 
 
-def launched_of(environment: ClusterEnvironment | None) -> Launched | None:
-    """Return the ranks as the launcher describes them; None under Lightning's launcher, or the user's plugin."""
-    return environment.launched if isinstance(environment, LaunchedRanks) else None
-
-
-def check_launch(strategy: DDPStrategy, num_nodes: int) -> None:
-    """Raise ConfigError where as many ranks were not launched as Trainer(devices, num_nodes) asks for."""
-    if (launched := launched_of(strategy.cluster_environment)) is not None:
-        devices: Any = strategy.parallel_devices
-        available = strategy.accelerator.auto_device_count()  # type: ignore[union-attr]
-        check_numbers(launched, len(devices), available, num_nodes)
-
-
 def wrap_launch(strategy: Any, before_fit: Callable[[Trainer], ExitStack], timeout_seconds: float) -> None:
     """Let a strategy's launcher call `before_fit` before every fit, and watch over every run that it launches.
 
-    What `before_fit` patches, and that loggers upload our folders, lasts for the run.
-
-    Lightning's own launcher, on one node, passes the ranks that it starts a key of their job.
+    What `before_fit` patches, and that loggers upload our folders, lasts for the run. Lightning's own launcher, on one
+    node, passes the ranks that it starts a key of their job.
     """
     # On the instance: Lightning calls strategy.launcher.launch before any hook of the strategy. Of a function of this
     # file, so that `torch.save(trainer)` can pickle it.
@@ -105,32 +89,22 @@ def _prepare_and_launch(
             raise
 
 
-def _are_connected(num_ranks: int) -> bool:
-    """Return whether there is a process group. Raises ConfigError: it has another number of ranks."""
-    if not dist.is_initialized():
-        return False
-    if (num_before := dist.get_world_size()) != num_ranks:
-        raise ConfigError(
-            f"this Trainer has {quantity(num_ranks, 'rank')}, and this process is one of {num_before}, of an earlier "
-            "Trainer: a process group stays until the process ends. Use one number of ranks in a program; in a "
-            "notebook, restart the kernel."
-        )
-    return True
-
-
-def connect_ranks(
-    strategy: DDPStrategy, backend: str, timeout: timedelta, watchdog_seconds: float, sets_threads: bool
-) -> None:
+def connect_ranks(strategy: Any, backend: str, timeout: timedelta, watchdog_seconds: float, sets_threads: bool) -> None:
     """Collective. Meet the other ranks, make the default process group and start the watchdog, unless that is done.
 
     sets_threads: whether torch's number of threads follows the CPUs that the launcher gives each rank.
     Raises RendezvousError: not all ranks arrive within the timeout. ConfigError: there is a group of other ranks.
     """
-    if _are_connected(strategy.world_size):
-        return
     rank, num_ranks, num_nodes = strategy.global_rank, strategy.world_size, strategy.num_nodes
-    environment: Any = strategy.cluster_environment
-    launched, device = launched_of(environment), strategy.root_device
+    if dist.is_initialized():
+        if (num_before := dist.get_world_size()) != num_ranks:
+            raise ConfigError(
+                f"this Trainer has {quantity(num_ranks, 'rank')}, and this process is one of {num_before}, of an "
+                "earlier Trainer: a process group stays until the process ends. Use one number of ranks in a program; "
+                "in a notebook, restart the kernel."
+            )
+        return
+    environment, launched, device = strategy.cluster_environment, strategy.launched, strategy.root_device
     nodes = launched.nodes if launched else ()
     os.environ["MASTER_ADDR"] = environment.main_address
     os.environ["MASTER_PORT"] = str(environment.main_port)
@@ -172,18 +146,19 @@ def connect_ranks(
 def _meeting_point(environment: ClusterEnvironment, rank: int) -> MeetingPoint:
     if isinstance(environment, LaunchedRanks):
         return environment.launched.point
-    host, port = environment.main_address, environment.main_port
-    launcher = os.environ.get(LAUNCHER_PID) if rank and isinstance(environment, LightningEnvironment) else None
-    name, pid = type(environment).__name__, int(launcher) if launcher else None
-    return MeetingPoint(host, (port,), name, launcher_pid=pid, hint=_hint(environment))
-
-
-def _hint(environment: ClusterEnvironment) -> str:
-    """Return what may be wrong where Lightning takes its environment for that of a launcher."""
-    local_rank = os.environ.get("LOCAL_RANK")
-    if local_rank is None or LAUNCHER_PID in os.environ or not isinstance(environment, LightningEnvironment):
-        return ""
-    return (
-        f" (the environment has LOCAL_RANK={local_rank}, by which Lightning expects a launcher to start every rank, "
-        "and starts none; where this process has it by chance, from a shell or a parent process, unset LOCAL_RANK)"
+    is_lightning = isinstance(environment, LightningEnvironment)
+    launcher = os.environ.get(LAUNCHER_PID)
+    local_rank, hint = os.environ.get("LOCAL_RANK"), ""
+    if is_lightning and local_rank is not None and launcher is None:
+        hint = (
+            f" (the environment has LOCAL_RANK={local_rank}, by which Lightning expects a launcher to start every "
+            "rank, and starts none; where this process has it by chance, from a shell or a parent process, unset "
+            "LOCAL_RANK)"
+        )
+    return MeetingPoint(
+        environment.main_address,
+        (environment.main_port,),
+        type(environment).__name__,
+        launcher_pid=int(launcher) if launcher and rank and is_lightning else None,
+        hint=hint,
     )

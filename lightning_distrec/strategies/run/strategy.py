@@ -21,7 +21,7 @@ from lightning_distrec._compat.lightning import call_overridden_hooks
 from lightning_distrec._compat.lightning_checkpoints import resume_from
 from lightning_distrec._compat.lightning_logging import log_at_less_python
 from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
-from lightning_distrec.cluster.environment import local_world_size, publish_ranks
+from lightning_distrec.cluster.environment import LaunchedRanks, check_numbers, local_world_size, publish_ranks
 from lightning_distrec.cluster.launched import Launched
 from lightning_distrec.cluster.process_exit import leave_at_exit, note_failure
 from lightning_distrec.cluster.rendezvous import name_in_store
@@ -35,7 +35,7 @@ from lightning_distrec.strategies.checkpoints.job_fit import JobFit, next_fit, r
 from lightning_distrec.strategies.checkpoints.resuming import Resuming
 from lightning_distrec.strategies.run.checkpoint_hooks import CheckpointHooks, full_parameter
 from lightning_distrec.strategies.run.forked_ranks import fork_launcher, forks_ranks, has_no_script
-from lightning_distrec.strategies.run.launched_ranks import check_launch, connect_ranks, launched_of, wrap_launch
+from lightning_distrec.strategies.run.launched_ranks import connect_ranks, wrap_launch
 from lightning_distrec.strategies.run.precision import MatmulPrecision, use_matmul_precision
 from lightning_distrec.strategies.run.run import Run, start_session
 from lightning_distrec.strategies.run.stopping import STOPPED, StopHandler, StopOptions
@@ -106,7 +106,8 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
     @property
     def launched(self) -> Launched | None:
         """The ranks as the launcher describes them; None under Lightning's own launcher, or a plugin of the user's."""
-        return launched_of(self.cluster_environment)
+        environment = self.cluster_environment
+        return environment.launched if isinstance(environment, LaunchedRanks) else None
 
     @property
     def num_nodes(self) -> int:
@@ -132,7 +133,9 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
     @override
     def _configure_launcher(self) -> None:
         self._sets_threads = self.launched is not None and VARIABLE not in os.environ  # Lightning's launcher sets it
-        check_launch(self, self._num_nodes)
+        if self.launched is not None:
+            available = self.accelerator.auto_device_count()  # type: ignore[union-attr]
+            check_numbers(self.launched, len(self.parallel_devices or ()), available, self._num_nodes)
         super()._configure_launcher()
         if has_no_script(self.cluster_environment, self.num_processes, self._num_nodes):
             self._launcher = fork_launcher(self)
