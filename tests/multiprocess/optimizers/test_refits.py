@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Iterable
 from typing import Any
 from unittest.mock import patch
 
@@ -28,6 +29,7 @@ from tests.support.click_model import (
     train_sharded,
     train_unsharded,
 )
+from tests.support.plain_loop import global_batches, train_plain
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_warm_ranks
 
 SGD = (torch.optim.SGD, {"lr": 1.0})
@@ -226,28 +228,21 @@ def _restored(cut: str) -> dict[str, Tensor]:
     return model.final_state
 
 
+def _halve_gradients(parameters: Iterable[Tensor]) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad * 0.5
+
+
 def _scaled_by_a_lambda() -> dict[str, Tensor]:
-    model = seeded(ClickModel, *ADAGRAD)
-
-    def halve(trainer: Any, module: Any) -> None:
-        for parameter in module.parameters():
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad * 0.5
-
-    train_sharded(model, STEPS, callbacks=[LambdaCallback(on_after_backward=halve)])
-    return model.final_state
+    halving = LambdaCallback(on_after_backward=lambda _, module: _halve_gradients(module.parameters()))
+    return train_sharded(seeded(ClickModel, *ADAGRAD), STEPS, callbacks=[halving])[0].final_state
 
 
 def test_a_lambda_callback_reaches_the_gradients_of_tables() -> None:
     actual = run_on_warm_ranks(_scaled_by_a_lambda, 2)[0]
-    model = seeded(ClickModel, *ADAGRAD)
-    optimizer = model.configure_optimizers()
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        batch = join_batches([make_batch(1000 * step + rank) for rank in range(2)])
-        (0.5 * model.training_step(batch, step)).backward()
-        optimizer.step()
-    assert max(largest_difference(actual, model.state_dict()).values()) <= 1e-5
+    expected = train_plain(seeded(ClickModel, *ADAGRAD), global_batches(STEPS), _halve_gradients)
+    assert max(largest_difference(actual, expected).values()) <= 1e-5
 
 
 def _unequal(kind: type, optimizer: Any, sizes: list[int]) -> dict[str, Tensor]:
@@ -268,27 +263,17 @@ def _unequal(kind: type, optimizer: Any, sizes: list[int]) -> dict[str, Tensor]:
 
 def test_a_reentrant_checkpoint_counts_examples_too() -> None:
     actual = run_on_warm_ranks(_unequal, 2, ChecksAgain, SGD, [3, 8])[0]
-    model = seeded(ClickModel, *SGD)
-    optimizer = model.configure_optimizers()
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        batch = join_batches([make_batch(1000 * step, 3), make_batch(1000 * step + 1, 8)])
-        model.training_step(batch, step).backward()
-        optimizer.step()
-    assert max(largest_difference(actual, model.state_dict()).values()) <= 1e-6
+    batches = [join_batches([make_batch(1000 * step, 3), make_batch(1000 * step + 1, 8)]) for step in range(STEPS)]
+    expected = train_plain(seeded(ClickModel, *SGD), batches)
+    assert max(largest_difference(actual, expected).values()) <= 1e-6
 
 
 @pytest.mark.parametrize("kind", [ClickModel, SequenceModel])
 def test_a_rank_may_have_a_batch_of_no_examples(kind: type) -> None:
     actual = run_on_warm_ranks(_unequal, 2, kind, SGD, [0, 8])[0]
-    model = seeded(kind, *SGD)
-    optimizer = model.configure_optimizers()
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        batch = make_batch(1000 * step + 1, 8)
-        (model.training_step(batch, step) / 2).backward()  # the other rank adds a loss of 0
-        optimizer.step()
-    assert max(largest_difference(actual, model.state_dict()).values()) <= 1e-6
+    batches = [make_batch(1000 * step + 1, 8) for step in range(STEPS)]
+    expected = train_plain(seeded(kind, *SGD), batches, _halve_gradients)  # the other rank adds a loss of 0
+    assert max(largest_difference(actual, expected).values()) <= 1e-6
 
 
 def _keeps_whole_rows() -> dict[str, Tensor]:

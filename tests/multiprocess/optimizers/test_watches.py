@@ -14,14 +14,13 @@ from tests.support.click_model import (
     ClickModel,
     EvaluatedModel,
     LooksUpTwice,
-    join_batches,
     largest_difference,
-    make_batch,
     rank_loader,
     seeded,
     train_sharded,
     train_unsharded,
 )
+from tests.support.plain_loop import global_batches, train_plain
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
 
@@ -144,25 +143,18 @@ def test_what_adds_up_is_exact(kind: type, optimizer: Any, strategy: dict[str, A
 def test_tables_that_are_unfrozen_while_training_learn_from_then_on() -> None:
     actual = run_on_warm_ranks(_train, 2, UnfreezesLater, SGD, {}, True)[0]
     model = seeded(UnfreezesLater, *SGD)
-    model.ebc.requires_grad_(False)
-    optimizer = model.configure_optimizers()
-    for step in range(STEPS):
-        if step == 3:
-            model.ebc.requires_grad_(True)
-        optimizer.zero_grad()
-        model.training_step(join_batches([make_batch(1000 * step + rank) for rank in range(2)]), step).backward()
-        optimizer.step()
-    assert max(largest_difference(actual, model.state_dict()).values()) <= 1e-6
+    expected = train_plain(model, global_batches(STEPS), before_batch=lambda step: model.ebc.requires_grad_(step >= 3))
+    assert max(largest_difference(actual, expected).values()) <= 1e-6
 
 
 def test_an_optimizer_step_that_warms_up_is_exact() -> None:
     actual = run_on_warm_ranks(_train, 2, WarmsUp, SGD, {})[0]
     model = seeded(WarmsUp, *SGD)
     optimizer = model.configure_optimizers()
-    for step in range(STEPS):
+    for step, batch in enumerate(global_batches(STEPS)):
         optimizer.param_groups[0]["lr"] = min(1.0, (step + 1) / 4)
         optimizer.zero_grad()
-        model.training_step(join_batches([make_batch(1000 * step + rank) for rank in range(2)]), step).backward()
+        model.training_step(batch, step).backward()
         optimizer.step()
     assert max(largest_difference(actual, model.state_dict()).values()) <= 1e-6
 
@@ -201,16 +193,16 @@ def _refused_between() -> dict[str, Any]:
     make_trainer().fit(model, rank_loader(4, rank))
     initial = model.final_state
     output = []
-    for options in ({"gradient_clip_val": 1.0}, {"accumulate_grad_batches": 4}):
+    fused = {"embedding_update": "fused"}
+    for strategy, options in (
+        (fused, {"gradient_clip_val": 1.0}),
+        (fused, {"accumulate_grad_batches": 4}),
+        ({"memory_bytes_per_rank": 10_000, "sharding_types": ["table_wise"]}, {}),
+    ):
         try:
-            make_trainer({"embedding_update": "fused"}, **options).fit(model, rank_loader(4, rank))
+            make_trainer(strategy, **options).fit(model, rank_loader(4, rank))
         except Exception as error:
             output.append(type(error).__name__)
-    try:
-        narrow = {"memory_bytes_per_rank": 10_000, "sharding_types": ["table_wise"]}
-        make_trainer(narrow).fit(model, rank_loader(4, rank))
-    except Exception as error:
-        output.append(type(error).__name__)
     model.options = {"lr": 0.0}
     make_trainer().fit(model, rank_loader(1, rank))
     return {"initial": initial, "after": model.final_state, "output": output}
@@ -307,12 +299,9 @@ class TinyTables(ClickModel):
 
     def _build(self) -> None:
         configs = [
-            EmbeddingBagConfig(name=f"t{rows}", embedding_dim=8, num_embeddings=rows, feature_names=["a"])
-            for rows in (1000, 1, 2, 3, 4, 5, 1)
-            for rows in [rows]
+            EmbeddingBagConfig(name=f"t{i}", embedding_dim=8, num_embeddings=num_rows, feature_names=["a"])
+            for i, num_rows in enumerate((1000, 1, 2, 3, 4, 5, 1))
         ]
-        for i, config in enumerate(configs):
-            config.name = f"t{i}"
         self.ebc = EmbeddingBagCollection(tables=configs)
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
