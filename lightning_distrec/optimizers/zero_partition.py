@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_distrec.errors import OptimizerError
-from lightning_distrec.optimizers.step_hooks import register_update_pre_hook
+from lightning_distrec.optimizers.step_hooks import collect_parameters, register_update_pre_hook
 
 CHUNK_BYTES = 16 * 2**20
 """About how much of each rank's parameters is sent at a time."""
@@ -57,7 +57,7 @@ class ZeroPartition:
 def updates_by_parameter(optimizer: Optimizer) -> bool:
     """Whether an optimizer is known to update each parameter from its own gradient and state alone."""
     # torch wraps `step` of each class once more, for its hooks and profiler.
-    return inspect.unwrap(type(optimizer).step) in [inspect.unwrap(optimizer_class.step) for optimizer_class in KNOWN]
+    return inspect.unwrap(type(optimizer).step) in [inspect.unwrap(known_class.step) for known_class in KNOWN]
 
 
 def check_partitionable(optimizer: Optimizer, sparse: dict[Tensor, str]) -> None:
@@ -67,9 +67,9 @@ def check_partitionable(optimizer: Optimizer, sparse: dict[Tensor, str]) -> None
         raise OptimizerError(
             f"zero_optimizer=True: {kind.__name__} is not known to update each parameter from its own gradient alone, "
             f"so that its state cannot be partitioned over ranks. Use one of "
-            f"{', '.join(optimizer_class.__name__ for optimizer_class in KNOWN)}, or set zero_optimizer=False."
+            f"{', '.join(known_class.__name__ for known_class in KNOWN)}, or set zero_optimizer=False."
         )
-    sparse_name = next((sparse[p] for p in _parameters(optimizer) if p in sparse), None)
+    sparse_name = next((sparse[p] for p in collect_parameters([optimizer]) if p in sparse), None)
     if sparse_name is not None:
         raise OptimizerError(
             f"zero_optimizer=True: '{sparse_name}' has sparse gradients, and all of its rows would be sent after every "
@@ -83,37 +83,32 @@ def partition_steps(optimizer: Optimizer, partition: ZeroPartition, rank: int) -
 
     Steps are collective from then on. State that the optimizer has made for other ranks' parameters is dropped.
     """
-    partition.assign([p for p in _parameters(optimizer) if p.requires_grad])
+    partition.assign([p for p in collect_parameters([optimizer]) if p.requires_grad])
     for parameter in [p for p in optimizer.state if partition.rank_of(p) != rank]:  # Adagrad makes it when constructed
         del optimizer.state[parameter]
     hidden: list[tuple[Tensor, Tensor | None]] = []
 
     def hide() -> None:
         # Groups may have been added, or unfrozen, since the last step.
-        partition.assign([p for p in _parameters(optimizer) if p.requires_grad])
-        for parameter in _parameters(optimizer):
+        partition.assign([p for p in collect_parameters([optimizer]) if p.requires_grad])
+        for parameter in collect_parameters([optimizer]):
             if parameter.grad is not None and partition.rank_of(parameter) != rank:
                 hidden.append((parameter, parameter.grad))
                 parameter.grad = None
 
-    def after(*_: Any) -> None:
+    def restore_and_send(*_: Any) -> None:
         for parameter, gradient in hidden:
             parameter.grad = gradient
         hidden.clear()
-        _broadcast([p for p in _parameters(optimizer) if p.requires_grad], partition, rank)
+        _broadcast([p for p in collect_parameters([optimizer]) if p.requires_grad], partition, rank)
 
-    handles = (register_update_pre_hook(optimizer, hide), optimizer.register_step_post_hook(after))
+    handles = (register_update_pre_hook(optimizer, hide), optimizer.register_step_post_hook(restore_and_send))
 
     def undo() -> None:
         for handle in handles:
             handle.remove()
 
     return undo
-
-
-def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 @torch.no_grad()
