@@ -30,10 +30,10 @@ class LooksUpEach(EveryKind):
     def on_train_start(self) -> None:
         rank, num_ranks = rank_and_num_ranks()
         unsharded = seeded(EveryKind)
-        for kind, name, of_ranks in draw_cases(*self.cases, num_ranks):
+        for kind, name, rank_results in draw_cases(*self.cases, num_ranks):
             try:
                 with torch.no_grad():
-                    values = self.look_up(kind, copy.deepcopy(of_ranks[rank]))
+                    values = self.look_up(kind, copy.deepcopy(rank_results[rank]))
             except DistRecError as error:
                 self.found[name] = f"{type(error).__name__}: {error}"
                 continue
@@ -42,12 +42,12 @@ class LooksUpEach(EveryKind):
                 continue
             with torch.no_grad():
                 try:
-                    wanted = unsharded.look_up(kind, with_weights_of_the_tables_type(of_ranks[rank]))
+                    expected = unsharded.look_up(kind, with_weights_of_the_tables_type(rank_results[rank]))
                 except Exception as error:
                     self.found[name] = AssertionError(f"one process raises {error!r}")
                     continue
-            same = values.shape == wanted.shape and torch.allclose(values, wanted, atol=1e-6)
-            self.found[name] = same or f"{values} for {wanted}"
+            is_equal = values.shape == expected.shape and torch.allclose(values, expected, atol=1e-6)
+            self.found[name] = is_equal or f"{values} for {expected}"
 
 
 def _look_up_each(seed: int, number: int) -> dict[str, Any]:
@@ -58,17 +58,17 @@ def _look_up_each(seed: int, number: int) -> dict[str, Any]:
 
 
 def _check(seed: int, number: int, num_ranks: int) -> None:
-    of_ranks = run_on_warm_ranks(_look_up_each, num_ranks, seed, number)
+    rank_results = run_on_warm_ranks(_look_up_each, num_ranks, seed, number)
     num_errors = 0
-    for name in of_ranks[0]:
-        found = [of_rank[name] for of_rank in of_ranks]
-        if isinstance(found[0], str):
+    for name in rank_results[0]:
+        actual = [rank_result[name] for rank_result in rank_results]
+        if isinstance(actual[0], str):
             num_errors += 1
-            assert all(isinstance(of_rank, str) for of_rank in found), (name, found)
-            assert all(name.split(":")[0] in of_rank for of_rank in found), (name, found)
+            assert all(isinstance(rank_result, str) for rank_result in actual), (name, actual)
+            assert all(name.split(":")[0] in rank_result for rank_result in actual), (name, actual)
         else:
-            assert all(of_rank is True for of_rank in found), (name, found)
-    assert 100 < num_errors < len(of_ranks[0])
+            assert all(rank_result is True for rank_result in actual), (name, actual)
+    assert 100 < num_errors < len(rank_results[0])
 
 
 _ONE_MORE_ONE_LESS = (torch.arange(32) == 3).long() - (torch.arange(32) == 20).long()
@@ -140,8 +140,8 @@ def test_a_bad_batch_of_one_rank_is_one_error_on_all_ranks_prefetched_or_not(run
     for stage, change, depth in runs:
         case = str((stage, change, depth))
         assert first[case] == second[case], case
-        said, steps = first[case]
-        assert re.search(f"^IdsError: {CHANGES[change][1]}", said), (case, said)
+        message, steps = first[case]
+        assert re.search(f"^IdsError: {CHANGES[change][1]}", message), (case, message)
         assert steps == (3 if stage == "fit" else 0), case
 
 

@@ -53,8 +53,8 @@ def part(step: int, i: int) -> dict[str, Tensor]:
 def cut_of(num_ranks: int, unequal: bool) -> list[range]:
     """Which parts of a global batch each rank has."""
     if not unequal:
-        each = PARTS // num_ranks
-        return [range(rank * each, (rank + 1) * each) for rank in range(num_ranks)]
+        part = PARTS // num_ranks
+        return [range(rank * part, (rank + 1) * part) for rank in range(num_ranks)]
     ends = {2: [0, 3, 12], 3: [0, 1, 5, 12]}[num_ranks]
     return [range(*pair) for pair in zip(ends, ends[1:], strict=False)]
 
@@ -63,8 +63,8 @@ def _train(
     kind: type, optimizer: Any, unequal: bool, strategy: dict[str, Any]
 ) -> tuple[dict[str, Tensor], list[float]]:
     rank, num_ranks = rank_and_num_ranks()
-    mine = cut_of(num_ranks, unequal)[rank]
-    batches = [join_batches([part(step, i) for i in mine]) for step in range(STEPS)]
+    local = cut_of(num_ranks, unequal)[rank]
+    batches = [join_batches([part(step, i) for i in local]) for step in range(STEPS)]
     model = seeded(kind, *optimizer)
     model.train_dataloader = lambda: DataLoader(batches, batch_size=None)  # type: ignore[method-assign]
     train_sharded(model, None, strategy)
@@ -95,11 +95,11 @@ def _unsharded(kind: type, optimizer: Any) -> ClickModel:
 def test_any_number_of_ranks_gives_the_same_losses_on_the_same_batches(
     kind: type, optimizer: Any, num_ranks: int
 ) -> None:
-    found = run_on_warm_ranks(_train, num_ranks, kind, optimizer, False, {})
-    wanted = _unsharded(kind, optimizer)
-    losses = [sum(of_ranks) / num_ranks for of_ranks in zip(*(losses for _, losses in found), strict=True)]
-    assert losses == pytest.approx(wanted.losses, abs=1e-6)
-    assert max(largest_difference(found[0][0], wanted.state_dict()).values()) <= (1e-6 if optimizer is SGD else 1e-5)
+    actual = run_on_warm_ranks(_train, num_ranks, kind, optimizer, False, {})
+    expected = _unsharded(kind, optimizer)
+    losses = [sum(rank_results) / num_ranks for rank_results in zip(*(losses for _, losses in actual), strict=True)]
+    assert losses == pytest.approx(expected.losses, abs=1e-6)
+    assert max(largest_difference(actual[0][0], expected.state_dict()).values()) <= (1e-6 if optimizer is SGD else 1e-5)
 
 
 @pytest.mark.parametrize("num_ranks", slow_except([3], [2, 3]))
@@ -116,21 +116,21 @@ def test_any_number_of_ranks_gives_the_same_losses_on_the_same_batches(
 def test_unequal_batches_give_the_mean_or_sum_over_the_global_batch(
     kind: type, optimizer: Any, strategy: dict[str, Any], num_ranks: int
 ) -> None:
-    found = run_on_warm_ranks(_train, num_ranks, kind, optimizer, True, strategy)[0][0]
-    wanted = _unsharded(kind, optimizer).state_dict()
-    assert max(largest_difference(found, wanted).values()) <= (1e-6 if optimizer is SGD else 1e-5)
+    actual = run_on_warm_ranks(_train, num_ranks, kind, optimizer, True, strategy)[0][0]
+    expected = _unsharded(kind, optimizer).state_dict()
+    assert max(largest_difference(actual, expected).values()) <= (1e-6 if optimizer is SGD else 1e-5)
 
 
 def test_rank_mean_is_the_mean_of_the_ranks_means() -> None:
-    found = run_on_warm_ranks(_train, 2, ClickModel, SGD, True, {"loss_reduction": "rank_mean"})[0][0]
+    actual = run_on_warm_ranks(_train, 2, ClickModel, SGD, True, {"loss_reduction": "rank_mean"})[0][0]
     model = seeded(ClickModel, *SGD)
     stepper = model.configure_optimizers()
     for step in range(STEPS):
         stepper.zero_grad()
-        for mine in cut_of(2, True):
-            (model.training_step(join_batches([part(step, i) for i in mine]), step) / 2).backward()
+        for local in cut_of(2, True):
+            (model.training_step(join_batches([part(step, i) for i in local]), step) / 2).backward()
         stepper.step()
-    assert max(largest_difference(found, model.state_dict()).values()) <= 1e-6
+    assert max(largest_difference(actual, model.state_dict()).values()) <= 1e-6
 
 
 def test_an_unknown_reduction_is_reported() -> None:

@@ -45,7 +45,7 @@ class WithPlainRows(SequenceModel):
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> list[Tensor]:
         rows = self.ebc(KeyedJaggedTensor(FEATURES, batch["ids"], lengths=batch["lengths"]))
-        return [part for of in rows.values() for part in (of.values(), of.lengths())]
+        return [part for item in rows.values() for part in (item.values(), item.lengths())]
 
 
 def _fit(cut: str, update: str, depth: int = 3) -> tuple[list[float], dict[str, Tensor], set[str]]:
@@ -54,7 +54,7 @@ def _fit(cut: str, update: str, depth: int = 3) -> tuple[list[float], dict[str, 
     once: set[str] = set()
 
     def look() -> None:
-        once.update(name for name, of in model.trainer.strategy.run_tables.plan.tables.items() if of.deduplicated)
+        once.update(name for name, item in model.trainer.strategy.run_tables.plan.tables.items() if item.deduplicated)
 
     model.on_train_start = look
     trainer = make_trainer(MANY | {"convert_embeddings": "all", "sharding_types": [cut], "prefetch": {"depth": depth}})
@@ -66,14 +66,14 @@ def _fit(cut: str, update: str, depth: int = 3) -> tuple[list[float], dict[str, 
 def test_ids_that_are_sent_once_train_as_in_one_process(num_ranks: int, cut: str, update: str) -> None:
     if (cut, update) == ("column_wise", "RowWiseAdagrad"):
         pytest.skip("one number for each row")
-    found = run_on_warm_ranks(_fit, num_ranks, cut, update)
+    actual = run_on_warm_ranks(_fit, num_ranks, cut, update)
     batches = zip(*[list(rank_loader(STEPS, rank)) for rank in range(num_ranks)], strict=True)
     start = seeded(WithPlainRows, *OPTIMIZERS[update])
-    wanted = train_by_ranks(start, list(map(list, batches)))
-    losses, states, once = zip(*found, strict=True)
+    expected = train_by_ranks(start, list(map(list, batches)))
+    losses, states, once = zip(*actual, strict=True)
     assert once[0] == {"ebc.wide", "ebc.narrow", "item"}
-    assert torch.allclose(torch.tensor(losses).T.flatten(), torch.tensor(wanted.losses), atol=1e-6)
-    assert max(largest_difference(states[0], wanted.state_dict()).values()) <= limit_of(update)
+    assert torch.allclose(torch.tensor(losses).T.flatten(), torch.tensor(expected.losses), atol=1e-6)
+    assert max(largest_difference(states[0], expected.state_dict()).values()) <= limit_of(update)
 
 
 def _look_up() -> tuple[list[Tensor], list[Tensor]]:
@@ -81,20 +81,20 @@ def _look_up() -> tuple[list[Tensor], list[Tensor]]:
     rank, _ = rank_and_num_ranks()
     model = seeded(WithPlainRows, *OPTIMIZERS["SGD"])
     batch = next(iter(rank_loader(1, rank)))
-    found: list[list[Tensor]] = []
+    actual: list[list[Tensor]] = []
 
     def look() -> None:
         with torch.no_grad():
-            found.append(model.predict_step(batch, 0))
+            actual.append(model.predict_step(batch, 0))
             empty = {"ids": batch["ids"][:0], "lengths": batch["lengths"] * 0}
-            found.append(model.predict_step(empty if rank else batch, 0))
+            actual.append(model.predict_step(empty if rank else batch, 0))
 
     model.on_train_batch_end = lambda *_: look()
     trainer = make_trainer(MANY | {"convert_embeddings": "all"})
     trainer.fit(model, DataLoader([batch], batch_size=None))
     trainer.strategy.unshard()
     look()
-    return found[0] + found[1], found[2] + found[3]
+    return actual[0] + actual[1], actual[2] + actual[3]
 
 
 def test_a_lookup_has_the_rows_and_lengths_of_the_unsharded_collection() -> None:
@@ -105,8 +105,8 @@ def test_a_lookup_has_the_rows_and_lengths_of_the_unsharded_collection() -> None
 
 def test_numbers_are_those_without_prefetching() -> None:
     calls = {"ahead": (_fit, "row_wise", "Adagrad", 3), "as called": (_fit, "row_wise", "Adagrad", 1)}
-    found = run_each_on_ranks(calls, 2)[0]
-    ahead, as_called = found["ahead"][1], found["as called"][1]
+    actual = run_each_on_ranks(calls, 2)[0]
+    ahead, as_called = actual["ahead"][1], actual["as called"][1]
     assert all(torch.equal(ahead[key], as_called[key]) for key in as_called)
 
 
@@ -144,11 +144,11 @@ def _send(estimate: bool, distinct: int) -> tuple[dict[str, float], dict[str, fl
 
 def test_planned_bytes_are_those_that_are_sent_once() -> None:
     calls = {"once": (_send, True, 2_500), "each time": (_send, False, 2_500), "often": (_send, True, 500)}
-    for found in run_each_on_ranks(calls, 2):
-        sent, planned = found["often"]
+    for actual in run_each_on_ranks(calls, 2):
+        sent, planned = actual["often"]
         agreed = (6 + 1) * 8  # six numbers that ranks agree on, and the place for the sizes of weights
         assert sent[IDS] - agreed == pytest.approx(planned[IDS], rel=0.01)
         assert sent[ROWS] == pytest.approx(planned[ROWS], rel=0.01)
         assert sent[ROW_GRADIENTS] == pytest.approx(planned[ROW_GRADIENTS], rel=0.01)
-        assert found["each time"][0] == pytest.approx(found["once"][0])  # 78 % are different
-        assert found["each time"][0][ROWS] > 4 * sent[ROWS]
+        assert actual["each time"][0] == pytest.approx(actual["once"][0])  # 78 % are different
+        assert actual["each time"][0][ROWS] > 4 * sent[ROWS]

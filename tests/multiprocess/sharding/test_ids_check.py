@@ -43,16 +43,16 @@ def _train(cut: str, mode: str, bad_id: int = 99) -> dict[str, Any]:
 def test_an_id_out_of_range_is_an_error_on_every_rank(cut: str, bad_id: int) -> None:
     with pytest.raises(RankFailed) as failed:
         run_on_warm_ranks(_train, 2, cut, "error", bad_id)
-    said = f"IdsError: feature 'c' of table 'ebc.narrow' has the id {bad_id}, but the table has rows 0 to 36"
-    assert str(failed.value).count(said) == 2
+    message = f"IdsError: feature 'c' of table 'ebc.narrow' has the id {bad_id}, but the table has rows 0 to 36"
+    assert str(failed.value).count(message) == 2
 
 
 @pytest.mark.parametrize("mode", slow_except(["warn"], ["warn", "ignore"]))
 def test_row_zero_is_looked_up_in_place_of_an_id_out_of_range(mode: str) -> None:
-    found = [run_on_warm_ranks(_train, 2, cut, mode)[0] for cut in ("table_wise", "row_wise")]
-    wanted = run_on_warm_ranks(_train, 2, "table_wise", "error", 0)[0]
-    for state in found:
-        assert max(float((state[key] - wanted[key]).abs().max()) for key in wanted) <= 1e-6
+    actual = [run_on_warm_ranks(_train, 2, cut, mode)[0] for cut in ("table_wise", "row_wise")]
+    expected = run_on_warm_ranks(_train, 2, "table_wise", "error", 0)[0]
+    for state in actual:
+        assert max(float((state[key] - expected[key]).abs().max()) for key in expected) <= 1e-6
 
 
 class SequencesWithBadId(SequenceModel, WithBadId):

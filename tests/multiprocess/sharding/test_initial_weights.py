@@ -30,17 +30,17 @@ def _untrained(cut: str, meta: bool, seed: int, seed_by_rank: bool) -> dict[str,
 
 def test_the_users_weights_are_the_first_weights_under_every_sharding_type() -> None:
     torch.manual_seed(3)
-    wanted = ClickModel(torch.optim.SGD, {"lr": 0.0}).state_dict()
+    expected = ClickModel(torch.optim.SGD, {"lr": 0.0}).state_dict()
     for cut in CUTS:
-        found = run_on_ranks(_untrained, 3, cut, False, 3, False)[0]
-        assert all(torch.equal(found[key], wanted[key]) for key in wanted), cut
+        actual = run_on_ranks(_untrained, 3, cut, False, 3, False)[0]
+        assert all(torch.equal(actual[key], expected[key]) for key in expected), cut
 
 
 def test_ranks_that_were_seeded_apart_all_take_rank_zeros_weights() -> None:
     torch.manual_seed(3)
-    wanted = ClickModel(torch.optim.SGD, {"lr": 0.0}).state_dict()
-    found = run_on_ranks(_untrained, 2, "row_wise", False, 3, True)[0]
-    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    expected = ClickModel(torch.optim.SGD, {"lr": 0.0}).state_dict()
+    actual = run_on_ranks(_untrained, 2, "row_wise", False, 3, True)[0]
+    assert all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
 def test_tables_built_on_meta_start_alike_on_any_ranks_and_sharding_types_and_rows_differ() -> None:
@@ -107,10 +107,10 @@ class BigTable(ClickModel):
 def _peak_growth_bytes() -> int:
     rank, _ = rank_and_num_ranks()
     train_sharded(seeded(ClickModel, torch.optim.SGD, {"lr": 0.1}), 1)
-    before = _peak_bytes()
+    previous = _peak_bytes()
     model = BigTable(torch.optim.SGD, {"lr": 0.1}, meta=True)
     make_trainer({"sharding_types": ["row_wise"]}).fit(_without_final_state(model), rank_loader(2, rank))
-    return _peak_bytes() - before
+    return _peak_bytes() - previous
 
 
 def _without_final_state(model: ClickModel) -> ClickModel:
@@ -145,27 +145,27 @@ def _refit_with_another_optimizer() -> dict[str, Any]:
 
 
 def test_sharding_again_keeps_every_row_whatever_the_next_plan_and_optimizer() -> None:
-    found = run_on_ranks(_refit_with_another_optimizer, 2)[0]["states"]
-    wanted = seeded(EvaluatedModel, torch.optim.SGD, {"lr": 0.0}).state_dict()
-    for state in found:
-        assert all(torch.equal(state[key], wanted[key]) for key in wanted)
+    actual = run_on_ranks(_refit_with_another_optimizer, 2)[0]["states"]
+    expected = seeded(EvaluatedModel, torch.optim.SGD, {"lr": 0.0}).state_dict()
+    for state in actual:
+        assert all(torch.equal(state[key], expected[key]) for key in expected)
 
 
 def _left_over(cut: str) -> tuple[int, int]:
     """Return how many whole tables are alive while training, and how many shards hang on autograd's graph."""
     model = seeded(ClickModel, torch.optim.SGD, {"lr": 0.1})
     whole = [weakref.ref(parameter) for parameter in model.ebc.parameters()]
-    found: list[tuple[int, int]] = []
+    actual: list[tuple[int, int]] = []
 
     class Look(pl.Callback):
         def on_train_start(self, trainer: Any, module: Any) -> None:
             gc.collect()
             weights = trainer.strategy.run_tables.shards.weights().values()
             pieces = [piece.tensor for weight in weights for piece in weight.local_shards()]
-            found.append((sum(ref() is not None for ref in whole), sum(p.grad_fn is not None for p in pieces)))
+            actual.append((sum(ref() is not None for ref in whole), sum(p.grad_fn is not None for p in pieces)))
 
     train_sharded(model, 2, {"sharding_types": [cut]}, callbacks=[Look()])
-    return found[0]
+    return actual[0]
 
 
 @pytest.mark.parametrize("cut", ["table_wise", "row_wise", "column_wise"])

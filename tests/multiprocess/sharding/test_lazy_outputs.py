@@ -67,8 +67,8 @@ class Uses(Bags):
 
 def _sharded(name: str, strategy: dict[str, Any] | None = None) -> dict[str, Any]:
     kind = type("Used", (Uses,), {"use": staticmethod(USES[name])})
-    found = fit(kind, 3, strategy=strategy)
-    return {key: found[key] for key in ("losses", "state", "counts", "moved")}
+    actual = fit(kind, 3, strategy=strategy)
+    return {key: actual[key] for key in ("losses", "state", "counts", "moved")}
 
 
 def _plain(name: str) -> dict[str, Tensor]:
@@ -97,10 +97,10 @@ def test_values_and_columns_that_no_grad_sees_first_get_their_gradients() -> Non
         return {name: (_sharded, name, {"tables": tables}) for name in names}
 
     for types in ({"t": ["row_wise"], "u": ["table_wise"]}, {"t": ["row_wise"], "u": ["row_wise"]}):
-        for name, found in run_each_on_ranks(calls(types), 2)[0].items():
-            wanted = _plain(name)
-            for key, value in wanted.items():
-                assert torch.allclose(found["state"][key], value, rtol=0, atol=2e-6), (types, name, key)
+        for name, actual in run_each_on_ranks(calls(types), 2)[0].items():
+            expected = _plain(name)
+            for key, value in expected.items():
+                assert torch.allclose(actual["state"][key], value, rtol=0, atol=2e-6), (types, name, key)
 
 
 @pytest.fixture(scope="module")
@@ -111,10 +111,10 @@ def used() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", USES)
 def test_whatever_user_code_does_with_bags_trains_as_unsharded(used: dict[str, Any], name: str) -> None:
-    wanted = _plain(name)
+    expected = _plain(name)
     state = used[name]["state"]
-    assert state.keys() == wanted.keys()
-    for key, value in wanted.items():
+    assert state.keys() == expected.keys()
+    for key, value in expected.items():
         assert torch.allclose(state[key], value, rtol=0, atol=2e-6), (key, float((state[key] - value).abs().max()))
     assert used[name]["counts"]["training 0"] == (STEPS, STEPS - 1)
     assert sum(used[name]["moved"].values()) > 1e-2
@@ -162,14 +162,14 @@ class LooksAtRows(Sequences):
     def rows(self, batch: Any, batch_idx: int) -> Tensor:
         rows = self.ec(batch[0])
         noted: dict[str, Any] = {
-            "is": isinstance(rows, dict) and all(isinstance(of, JaggedTensor) for of in rows.values()),
+            "is": isinstance(rows, dict) and all(isinstance(item, JaggedTensor) for item in rows.values()),
             "keys": list(rows),
-            "untouched": all(type(of) is LazyJaggedTensor for of in rows.values()),
+            "untouched": all(type(item) is LazyJaggedTensor for item in rows.values()),
         }
         lengths = rows["f"].lengths()
         noted["lengths"] = torch.equal(lengths.long(), batch[0]["f"].lengths())
         noted["offsets"] = torch.equal(rows["g"].offsets().long(), batch[0]["g"].offsets())
-        noted["touched"] = {type(of) for of in rows.values()}
+        noted["touched"] = {type(item) for item in rows.values()}
         noted["weights"] = rows["f"].weights_or_none()
         noted["dense"] = [tuple(bag.shape[1:]) for bag in rows["f"].to_dense()]
         noted["said"] = str(rows["g"])
@@ -193,15 +193,15 @@ def _noted(kind: type) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 @pytest.mark.parametrize("kind", [Looks, LooksAtRows])
 def test_outputs_have_the_types_of_the_unsharded_collection(kind: type) -> None:
-    for of_rank in run_each_on_ranks({"noted": (_noted, kind)}, 2):
-        plain, sharded = of_rank["noted"]
+    for rank_result in run_each_on_ranks({"noted": (_noted, kind)}, 2):
+        plain, sharded = rank_result["noted"]
         assert len(plain) == len(sharded) == STEPS
-        for one, other in zip(plain, sharded, strict=True):
-            assert not one.pop("untouched")
+        for first, other in zip(plain, sharded, strict=True):
+            assert not first.pop("untouched")
             assert other.pop("untouched")
-            said, said_here = one.pop("said"), other.pop("said")
-            assert said.split()[0] == said_here.split()[0]
-            assert one == other
+            message, said_here = first.pop("said"), other.pop("said")
+            assert message.split()[0] == said_here.split()[0]
+            assert first == other
 
 
 # -- touched at odd times
@@ -244,7 +244,7 @@ class TouchedLate(Bags):
     def on_train_end(self) -> None:
         super().on_train_end()
         if self.when == "end":
-            self.seen = [kept.values().clone() for kept in self.kept]
+            self.seen = [retained.values().clone() for retained in self.kept]
 
 
 def _touched(when: str) -> tuple[list[float], dict[str, Tensor], list[Tensor]]:
@@ -258,17 +258,17 @@ def _touched(when: str) -> tuple[list[float], dict[str, Tensor], list[Tensor]]:
 
 def test_rows_are_those_of_their_lookup_whenever_they_are_touched() -> None:
     times = ("first", "before backward", "batch end", "next step", "end", "never")
-    for of_rank in run_each_on_ranks({when: (_touched, when) for when in times}, 2):
-        losses, state, seen = of_rank["first"]
+    for rank_result in run_each_on_ranks({when: (_touched, when) for when in times}, 2):
+        losses, state, seen = rank_result["first"]
         assert len(seen) == STEPS
-        assert not any(torch.equal(one, other) for one, other in zip(seen, seen[1:], strict=False))
+        assert not any(torch.equal(first, other) for first, other in zip(seen, seen[1:], strict=False))
         for when in times[1:]:
-            assert of_rank[when][0] == losses, when
-            assert all(torch.equal(state[key], of_rank[when][1][key]) for key in state), when
+            assert rank_result[when][0] == losses, when
+            assert all(torch.equal(state[key], rank_result[when][1][key]) for key in state), when
             number = {"never": 0, "next step": STEPS - 1}.get(when, STEPS)
-            assert len(of_rank[when][2]) == number
-            for one, other in zip(seen, of_rank[when][2], strict=False):
-                assert torch.equal(one, other), when
+            assert len(rank_result[when][2]) == number
+            for first, other in zip(seen, rank_result[when][2], strict=False):
+                assert torch.equal(first, other), when
 
 
 class BackwardsOrder(Bags):
@@ -293,16 +293,16 @@ class BackwardsOrder(Bags):
 
 def _ordered(on_ranks: tuple[int, ...], depth: int) -> tuple[list[float], dict[str, Tensor]]:
     kind = type("Ordered", (BackwardsOrder,), {"on_ranks": on_ranks})
-    found = fit(kind, depth, "Adam", {"sharding_types": ["table_wise"]})
-    return found["losses"], found["state"]
+    actual = fit(kind, depth, "Adam", {"sharding_types": ["table_wise"]})
+    return actual["losses"], actual["state"]
 
 
 @pytest.mark.parametrize("depth", [1, 3])
 def test_ranks_may_touch_rows_in_different_orders(depth: int) -> None:
     orders = {"none": (), "both": (0, 1), "one": (1,)}
     calls = {name: (_ordered, ranks, depth) for name, ranks in orders.items()}
-    for of_rank in run_each_on_ranks(calls, 2):
-        losses, state = of_rank["none"]
+    for rank_result in run_each_on_ranks(calls, 2):
+        losses, state = rank_result["none"]
         for name in ("both", "one"):
-            assert of_rank[name][0] == pytest.approx(losses, abs=1e-6), name
-            assert all(torch.allclose(state[key], of_rank[name][1][key], rtol=0, atol=1e-5) for key in state), name
+            assert rank_result[name][0] == pytest.approx(losses, abs=1e-6), name
+            assert all(torch.allclose(state[key], rank_result[name][1][key], rtol=0, atol=1e-5) for key in state), name

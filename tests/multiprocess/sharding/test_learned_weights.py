@@ -75,7 +75,7 @@ def _fit(model: str, cut: str, update: str) -> tuple[list[float], dict[str, Tens
     types: set[str] = set()
 
     def look() -> None:
-        types.update(of.sharding_type for of in trained.trainer.strategy.run_tables.shards.plan.values())
+        types.update(item.sharding_type for item in trained.trainer.strategy.run_tables.shards.plan.values())
 
     trained.on_train_start = look
     strategy = CUTS[cut] | ({"embedding_update": how} if how else {})
@@ -85,18 +85,18 @@ def _fit(model: str, cut: str, update: str) -> tuple[list[float], dict[str, Tens
 
 @pytest.mark.parametrize(("num_ranks", "model", "cut", "update"), slow_except(QUICK, CASES))
 def test_weights_that_learn_get_the_gradients_of_one_process(num_ranks: int, model: str, cut: str, update: str) -> None:
-    found = run_on_warm_ranks(_fit, num_ranks, model, cut, update)
+    actual = run_on_warm_ranks(_fit, num_ranks, model, cut, update)
     kind, arguments = MODELS[model]
     name = update.split()[0]
     start = seeded(kind, *OPTIMIZERS[name], *arguments)
-    wanted = train_unsharded(start, STEPS, num_ranks)
-    losses, states, types = zip(*found, strict=True)
+    expected = train_unsharded(start, STEPS, num_ranks)
+    losses, states, types = zip(*actual, strict=True)
     assert cut == "every" or types[0] == {cut}
-    assert torch.allclose(torch.tensor(losses).mean(0), torch.tensor(wanted.losses), atol=1e-6)
-    assert max(largest_difference(states[0], wanted.final_state).values()) <= limit_of(name)
-    before = learned_weights(start.state_dict())
-    assert before
-    assert min(float((wanted.final_state[key] - value).abs().max()) for key, value in before.items()) > 1e-4
+    assert torch.allclose(torch.tensor(losses).mean(0), torch.tensor(expected.losses), atol=1e-6)
+    assert max(largest_difference(states[0], expected.final_state).values()) <= limit_of(name)
+    previous = learned_weights(start.state_dict())
+    assert previous
+    assert min(float((expected.final_state[key] - value).abs().max()) for key, value in previous.items()) > 1e-4
 
 
 def _fit_unequal(cut: str, update: str) -> dict[str, Tensor]:
@@ -110,10 +110,13 @@ def test_weights_of_features_with_unequal_batch_sizes_learn_too() -> None:
     calls = {cut: (_fit_unequal, cut, update) for cut, update in (("table_wise", "fused"), ("row_wise", "sparse"))}
     start = seeded(SharesBags, *OPTIMIZERS["SGD"])
     batches = zip(*[list(rank_loader(STEPS, rank)) for rank in range(2)], strict=True)
-    wanted = train_by_ranks(start, list(map(list, batches))).state_dict()
+    expected = train_by_ranks(start, list(map(list, batches))).state_dict()
     for state in run_each_on_ranks(calls, 2)[0].values():
-        assert max(largest_difference(state, wanted).values()) <= limit_of("SGD")
-    assert min(float((wanted[key] - of).abs().max()) for key, of in learned_weights(start.state_dict()).items()) > 1e-4
+        assert max(largest_difference(state, expected).values()) <= limit_of("SGD")
+    assert (
+        min(float((expected[key] - item).abs().max()) for key, item in learned_weights(start.state_dict()).items())
+        > 1e-4
+    )
 
 
 def _fit_on_nodes(cut: str, update: str) -> dict[str, Tensor]:
@@ -133,14 +136,14 @@ def _fit_on_nodes(cut: str, update: str) -> dict[str, Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", ["table_row_wise", "table_column_wise"])
 def test_weights_learn_on_two_nodes(cut: str) -> None:
-    wanted = train_unsharded(seeded(WeightsOfALayer, *OPTIMIZERS["SGD"]), STEPS, 4).final_state
+    expected = train_unsharded(seeded(WeightsOfALayer, *OPTIMIZERS["SGD"]), STEPS, 4).final_state
     for update in ("fused", "sparse"):
         state = run_on_ranks(_fit_on_nodes, 4, cut, update)[0]
-        assert max(largest_difference(state, wanted).values()) <= limit_of("SGD")
+        assert max(largest_difference(state, expected).values()) <= limit_of("SGD")
 
 
-def _freeze(update: str, after: int) -> tuple[str, dict[str, Tensor]]:
-    model = seeded(FreezesTables, *OPTIMIZERS["SGD"], after)
+def _freeze(update: str, later: int) -> tuple[str, dict[str, Tensor]]:
+    model = seeded(FreezesTables, *OPTIMIZERS["SGD"], later)
     try:
         make_trainer({"embedding_update": update}).fit(model, rank_loader(STEPS, rank_and_num_ranks()[0]))
     except Exception as error:
@@ -164,13 +167,13 @@ def frozen() -> list[dict[str, Any]]:
 def test_frozen_tables_pass_gradients_to_the_weights_or_are_refused(
     frozen: list[dict[str, Any]], case: tuple[str, int]
 ) -> None:
-    for rank, found in enumerate(frozen):
-        said, state = found[str(case)]
-        assert re.match(FREEZING[case], said, re.DOTALL) if FREEZING[case] else not said, said
-        if not said and rank == 0:
+    for rank, actual in enumerate(frozen):
+        message, state = actual[str(case)]
+        assert re.match(FREEZING[case], message, re.DOTALL) if FREEZING[case] else not message, message
+        if not message and rank == 0:
             start = seeded(FreezesTables, *OPTIMIZERS["SGD"], case[1])
-            wanted = _train_freezing(start)
-            assert max(largest_difference(state, wanted).values()) <= limit_of("SGD")
+            expected = _train_freezing(start)
+            assert max(largest_difference(state, expected).values()) <= limit_of("SGD")
 
 
 def _train_freezing(model: FreezesTables) -> dict[str, Tensor]:
@@ -185,9 +188,9 @@ def _freeze_processors() -> dict[str, Tensor]:
 
 def test_a_processor_that_all_ranks_freeze_rests_from_then_on() -> None:
     start = seeded(FreezesProcessors, *OPTIMIZERS["SGD"], True)
-    wanted = train_plain(start, global_batches(2 * STEPS), before_batch=start.freeze_processors)
-    found = run_on_warm_ranks(_freeze_processors, 2)[0]
-    assert max(largest_difference(found, wanted).values()) <= limit_of("SGD")
+    expected = train_plain(start, global_batches(2 * STEPS), before_batch=start.freeze_processors)
+    actual = run_on_warm_ranks(_freeze_processors, 2)[0]
+    assert max(largest_difference(actual, expected).values()) <= limit_of("SGD")
 
 
 def _refused(kind: type[ClickModel], strategy: dict[str, Any], *arguments: Any) -> str:
@@ -210,11 +213,13 @@ REFUSED: dict[str, tuple[type[ClickModel], dict[str, Any], str]] = {
 
 
 def test_what_would_be_other_numbers_is_refused_on_every_rank() -> None:
-    calls = {name: (_refused, kind, of, *[False] * ("processor" in name)) for name, (kind, of, _) in REFUSED.items()}
-    of_ranks = run_each_on_ranks(calls, 2)
-    for found in of_ranks:
+    calls = {
+        name: (_refused, kind, item, *[False] * ("processor" in name)) for name, (kind, item, _) in REFUSED.items()
+    }
+    rank_results = run_each_on_ranks(calls, 2)
+    for actual in rank_results:
         for name, (_, _, message) in REFUSED.items():
-            assert re.match(message, found[name], re.DOTALL), found[name]
+            assert re.match(message, actual[name], re.DOTALL), actual[name]
 
 
 def _save(path: str) -> dict[str, Tensor]:
@@ -245,8 +250,8 @@ def test_a_feature_processor_is_resumed_with_its_tables_on_more_ranks(tmp_path: 
     assert all(torch.equal(file[key], saved[key]) for key in first)
     for num_ranks in (2, 3):
         resumed = run_on_warm_ranks(_resume, num_ranks, path)[0]
-        wanted = _train_two_epochs(num_ranks)
-        assert max(largest_difference(resumed, wanted).values()) <= limit_of("Adagrad"), num_ranks
+        expected = _train_two_epochs(num_ranks)
+        assert max(largest_difference(resumed, expected).values()) <= limit_of("Adagrad"), num_ranks
 
 
 def _train_two_epochs(num_ranks: int) -> dict[str, Tensor]:
@@ -270,8 +275,8 @@ def _fit_ahead(depth: int) -> tuple[dict[str, Tensor], list[Any]]:
 
 def test_ids_are_prefetched_and_weights_of_this_step_follow_them() -> None:
     calls = {"ahead": (_fit_ahead, 3), "as called": (_fit_ahead, 1)}
-    for found in run_each_on_ranks(calls, 2):
-        (ahead, validated), (as_called, reference) = found["ahead"], found["as called"]
+    for actual in run_each_on_ranks(calls, 2):
+        (ahead, validated), (as_called, reference) = actual["ahead"], actual["as called"]
         assert all(torch.equal(ahead[key], as_called[key]) for key in as_called)
         assert validated[:-2] == reference
         assert len(reference) == 12

@@ -85,8 +85,8 @@ def _train(
     counts = [mapping.counts for mapping in tables.mappings.values()]
     return {
         "state": whole_state(model),
-        "evicted": sum(of.evicted for of in counts),
-        "shared": sum(of.shared for of in counts),
+        "evicted": sum(item.evicted for item in counts),
+        "shared": sum(item.shared for item in counts),
     }
 
 
@@ -110,21 +110,21 @@ def _torchrec_state(kind: type[ManagedModel], state: dict[str, Tensor]) -> dict[
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_managed_collisions_train_as_torchrec_does_in_one_process(num_ranks: int) -> None:
     kinds = {kind.__name__: kind for kind in (ManagedModel, ManagedSequences)}
-    found = run_each_on_ranks({name: (_train, kind, {}) for name, kind in kinds.items()}, num_ranks)
+    actual = run_each_on_ranks({name: (_train, kind, {}) for name, kind in kinds.items()}, num_ranks)
     for name, kind in kinds.items():
-        state = found[0][name]["state"]
-        wanted = _torchrec_state(kind, state)
-        assert state.keys() == wanted.keys()
-        assert too_far(state, wanted, 1e-5) == {}, name
+        state = actual[0][name]["state"]
+        expected = _torchrec_state(kind, state)
+        assert state.keys() == expected.keys()
+        assert too_far(state, expected, 1e-5) == {}, name
         identities = [value for key, value in state.items() if key.endswith("identities")]
         assert sum(int((rows >= 0).sum()) for rows in identities) > 30
-        assert sum(of_rank[name]["shared"] for of_rank in found) > 0
+        assert sum(rank_result[name]["shared"] for rank_result in actual) > 0
 
 
 def test_the_collections_of_an_adapter_are_sharded() -> None:
-    one, two = (run_each_on_ranks({"": (_train, Adapted, {}, (0, 2 * STEPS))}, num_ranks) for num_ranks in (1, 2))
-    assert too_far(two[0][""]["state"], one[0][""]["state"], 1e-5) == {}
-    assert sum(of_rank[""]["evicted"] for of_rank in two) == one[0][""]["evicted"] > 10
+    first, two = (run_each_on_ranks({"": (_train, Adapted, {}, (0, 2 * STEPS))}, num_ranks) for num_ranks in (1, 2))
+    assert too_far(two[0][""]["state"], first[0][""]["state"], 1e-5) == {}
+    assert sum(rank_result[""]["evicted"] for rank_result in two) == first[0][""]["evicted"] > 10
 
 
 def _train_by_hand(kind: type[ManagedModel], options: dict[str, Any], steps: int) -> dict[str, Tensor]:
@@ -145,10 +145,10 @@ def _train_by_hand(kind: type[ManagedModel], options: dict[str, Any], steps: int
     with patch.object(id_mapping, "current_hour", Clock()):
         for step in range(steps):
             batch = joined([make_batch(100 * step + rank) for rank in range(OF)])
-            by_feature = list(batch["ids"].split(batch["lengths"].view(len(FEATURES), -1).sum(1).tolist()))
+            per_feature = list(batch["ids"].split(batch["lengths"].view(len(FEATURES), -1).sum(1).tolist()))
             for mapping, weight, first_rows, features in tables.values():
-                ids = torch.cat([by_feature[feature] for feature in features])
-                hours = [torch.cat([torch.full_like(by_feature[f], h) for f, h in zip(features, ttl, strict=True)])
+                ids = torch.cat([per_feature[feature] for feature in features])
+                hours = [torch.cat([torch.full_like(per_feature[f], h) for f, h in zip(features, ttl, strict=True)])
                          for ttl in [mapping.spec.ttl_by_feature] if ttl]  # fmt: skip
                 evicted = mapping.learn(ids, *hours)
                 with torch.no_grad():
@@ -157,11 +157,11 @@ def _train_by_hand(kind: type[ManagedModel], options: dict[str, Any], steps: int
                         if state.dim():
                             state[evicted] = 0.0
                 for feature in features:
-                    has_row = torch.isin(by_feature[feature], mapping.ids)
-                    by_feature[feature] = mapping.find(by_feature[feature])
+                    has_row = torch.isin(per_feature[feature], mapping.ids)
+                    per_feature[feature] = mapping.find(per_feature[feature])
                     if mapping.spec.drops:
-                        by_feature[feature][~has_row] = -1
-            rows, bags = torch.cat(by_feature), torch.arange(len(batch["lengths"])).repeat_interleave(batch["lengths"])
+                        per_feature[feature][~has_row] = -1
+            rows, bags = torch.cat(per_feature), torch.arange(len(batch["lengths"])).repeat_interleave(batch["lengths"])
             lengths = torch.bincount(bags[rows >= 0], minlength=len(batch["lengths"]))
             features = KeyedJaggedTensor(FEATURES, rows[rows >= 0], lengths=lengths)
             scores = model.over(tables_of_rows(features).values()).squeeze(-1)
@@ -199,22 +199,22 @@ DYNAMIC = {
 def test_ordinary_tables_get_ids_of_any_range(tmp_path: Path) -> None:
     path, twice, later = f"{tmp_path}/half.ckpt", (0, 2 * STEPS), (STEPS, 2 * STEPS)
 
-    def runs(*wanted: str) -> dict[str, tuple[Any, ...]]:
+    def runs(*expected: str) -> dict[str, tuple[Any, ...]]:
         calls = {"all": (twice, "", ""), "half": ((0, STEPS), path, ""), "resumed": (later, "", path)}
-        return {name: (_train, DynamicModel, {}, *calls[name], DYNAMIC) for name in wanted}
+        return {name: (_train, DynamicModel, {}, *calls[name], DYNAMIC) for name in expected}
 
-    one = run_each_on_ranks(runs("all"), 1)[0]["all"]
-    wanted = one["state"]
-    assert one["evicted"] > 10
-    assert one["shared"] > 10
-    assert wanted["mc.bags.embedding_bags.users.weight"].shape == (24, 8)
-    assert wanted["first.ids"].shape == (36, 1)
+    first = run_each_on_ranks(runs("all"), 1)[0]["all"]
+    expected = first["state"]
+    assert first["evicted"] > 10
+    assert first["shared"] > 10
+    assert expected["mc.bags.embedding_bags.users.weight"].shape == (24, 8)
+    assert expected["first.ids"].shape == (36, 1)
     two = run_each_on_ranks(runs("all", "half", "resumed"), 2)[0]
-    found = {2: two["all"], 1: run_each_on_ranks(runs("resumed"), 1)[0]["resumed"]}
-    found[3] = run_each_on_ranks(runs("resumed"), 3)[0]["resumed"]
-    for num_ranks, run in (*found.items(), (2, two["resumed"])):
-        assert run["state"].keys() == wanted.keys()
-        assert too_far(run["state"], wanted, 1e-5) == {}, num_ranks
+    actual = {2: two["all"], 1: run_each_on_ranks(runs("resumed"), 1)[0]["resumed"]}
+    actual[3] = run_each_on_ranks(runs("resumed"), 3)[0]["resumed"]
+    for num_ranks, run in (*actual.items(), (2, two["resumed"])):
+        assert run["state"].keys() == expected.keys()
+        assert too_far(run["state"], expected, 1e-5) == {}, num_ranks
 
 
 def _logged() -> tuple[list[dict[str, float]], int]:
@@ -230,9 +230,9 @@ def test_occupancy_collisions_and_evictions_are_logged() -> None:
     (entries, taken), _ = run_on_warm_ranks(_logged, 2)
     assert len(entries) == 3
     assert set(entries[0]) == {
-        f"dynamic_ids/{table}/{what}"
+        f"dynamic_ids/{table}/{description}"
         for table in ("mc.bags.users", "mc.bags.goods", "first")
-        for what in ("occupancy", "collisions", "evictions")
+        for description in ("occupancy", "collisions", "evictions")
     }
     assert entries[-1]["dynamic_ids/first/occupancy"] == taken / 36
     assert entries[0]["dynamic_ids/mc.bags.goods/collisions"] > entries[-1]["dynamic_ids/mc.bags.goods/collisions"] > 0
@@ -277,8 +277,8 @@ def _served(folder: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @pytest.mark.slow
 def test_ids_find_their_rows_after_unshard_and_in_exports(tmp_path: Path) -> None:
-    for of_rank in run_on_warm_ranks(_served, 2, str(tmp_path)):
-        sharded, ordinary, served, packed = of_rank
+    for rank_result in run_on_warm_ranks(_served, 2, str(tmp_path)):
+        sharded, ordinary, served, packed = rank_result
         torch.testing.assert_close(ordinary, sharded)
         torch.testing.assert_close(served, sharded)
         torch.testing.assert_close(packed, sharded, atol=0.02, rtol=0.0)
@@ -314,31 +314,31 @@ def _refused(kind: type[ManagedModel], options: dict[str, Any], tables: dict[str
 
 def test_what_would_map_ids_otherwise_is_refused() -> None:
     calls = {name: (_refused, kind, options, tables) for name, (kind, options, tables, _) in REFUSED.items()}
-    for of_rank in run_each_on_ranks(calls, 2):
+    for rank_result in run_each_on_ranks(calls, 2):
         for name, (*_, message) in REFUSED.items():
-            assert message in of_rank[name], name
+            assert message in rank_result[name], name
 
 
 def test_evicted_rows_are_reset_and_checkpoints_go_on_with_other_numbers_of_ranks(tmp_path: Path) -> None:
     path, twice = str(tmp_path), (0, 2 * STEPS)
-    one = run_each_on_ranks({name: (_train, *of, twice) for name, of in EVICTING.items()}, 1)[0]
+    first = run_each_on_ranks({name: (_train, *item, twice) for name, item in EVICTING.items()}, 1)[0]
     two = run_each_on_ranks(
         {
-            f"{when} {name}": (_train, *of, steps, saves)
-            for name, of in EVICTING.items()
+            f"{when} {name}": (_train, *item, steps, saves)
+            for name, item in EVICTING.items()
             for when, steps, saves in (("all", twice, ""), ("half", (0, STEPS), f"{path}/{name}.ckpt"))
         },
         2,
     )
     later = (STEPS, 2 * STEPS)
-    resumes = {name: (_train, *of, later, "", f"{path}/{name}.ckpt") for name, of in EVICTING.items()}
+    resumes = {name: (_train, *item, later, "", f"{path}/{name}.ckpt") for name, item in EVICTING.items()}
     resumed = {num_ranks: run_each_on_ranks(resumes, num_ranks)[0] for num_ranks in (1, 3)}
     for name in EVICTING:
-        wanted = one[name]["state"]
-        assert one[name]["evicted"] == sum(of_rank[f"all {name}"]["evicted"] for of_rank in two) > 10
-        assert too_far(two[0][f"all {name}"]["state"], wanted, 1e-5) == {}, name
-        assert one[name]["shared"] > 0, "they are left out, where the module says so"
-        by_hand = _train_by_hand(*EVICTING[name], 2 * STEPS)
-        assert too_far({key: wanted[key] for key in by_hand}, by_hand, 1e-5) == {}, name
-        for num_ranks, found in resumed.items():
-            assert too_far(found[name]["state"], wanted, 1e-5) == {}, (name, num_ranks)
+        expected = first[name]["state"]
+        assert first[name]["evicted"] == sum(rank_result[f"all {name}"]["evicted"] for rank_result in two) > 10
+        assert too_far(two[0][f"all {name}"]["state"], expected, 1e-5) == {}, name
+        assert first[name]["shared"] > 0, "they are left out, where the module says so"
+        expected = _train_by_hand(*EVICTING[name], 2 * STEPS)
+        assert too_far({key: expected[key] for key in expected}, expected, 1e-5) == {}, name
+        for num_ranks, actual in resumed.items():
+            assert too_far(actual[name]["state"], expected, 1e-5) == {}, (name, num_ranks)

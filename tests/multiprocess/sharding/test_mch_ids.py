@@ -65,8 +65,8 @@ def _train(
     tables = sharded_tables_of(model)
     assert tables is not None
     counts = [mapping.counts for mapping in tables.mappings.values()]
-    totals = {name: sum(getattr(of, name) for of in counts) for name in ("looked_up", "evicted", "shared")}
-    notes = [str(each.message) for each in warned if "MCHManaged" in str(each.message)]
+    totals = {name: sum(getattr(item, name) for item in counts) for name in ("looked_up", "evicted", "shared")}
+    notes = [str(part.message) for part in warned if "MCHManaged" in str(part.message)]
     return {"state": whole_state(model), "losses": model.losses, "warned": notes, **totals}
 
 
@@ -90,15 +90,15 @@ class ByHand:
         bucket_of = ids % BUCKETS if size == NO_ID else ids // -(-size // BUCKETS)
         rows = torch.empty_like(ids)
         for bucket, module in enumerate(self.buckets):
-            mine = bucket_of == bucket
+            local = bucket_of == bucket
             had = {int(row) for id_, row in _pairs(module) if id_ != NO_ID}
-            given = {"": JaggedTensor(ids[mine], lengths=torch.tensor([int(mine.sum())]))}
-            rows[mine] = module.remap(module.profile(given))[""].values()
-            now = {row: id_ for id_, row in _pairs(module)}
+            arguments = {"": JaggedTensor(ids[local], lengths=torch.tensor([int(local.sum())]))}
+            rows[local] = module.remap(module.profile(arguments))[""].values()
+            current = {row: id_ for id_, row in _pairs(module)}
             changed = module.evict()
             for row in [] if changed is None else [row for row in changed.tolist() if row in had]:
                 with torch.no_grad():
-                    self.weight[row] = self.first_rows[now[row] % len(self.first_rows)]
+                    self.weight[row] = self.first_rows[current[row] % len(self.first_rows)]
                     for state in states:
                         state[row] = 0.0
         return rows
@@ -113,22 +113,22 @@ def _train_by_hand(options: dict[str, Any], steps: int = STEPS) -> tuple[dict[st
     """Return the weights after a plain loop, and of each table the rows of ids."""
     model = seeded(MchModel, **options)
     bags, optimizer = model.mc._embedding_module, model.configure_optimizers()
-    own = {name: value for name, value in options.items() if name != "optimizer"}
+    own_values = {name: value for name, value in options.items() if name != "optimizer"}
     tables = {}
     for config in bags.embedding_bag_configs():
         torch.manual_seed(zlib.crc32(f"mc._embedding_module.{config.name}".encode()))
         first_rows = config.init_fn(torch.empty(config.num_embeddings, config.embedding_dim))
-        tables[config.name] = ByHand(config.name, own, bags.embedding_bags[config.name].weight, first_rows)
+        tables[config.name] = ByHand(config.name, own_values, bags.embedding_bags[config.name].weight, first_rows)
     for step in range(steps):
         batch = joined([make_batch(100 * step + rank) for rank in range(OF)])
-        by_feature = list(batch["ids"].split(batch["lengths"].view(len(FEATURES), -1).sum(1).tolist()))
+        per_feature = list(batch["ids"].split(batch["lengths"].view(len(FEATURES), -1).sum(1).tolist()))
         for name, table in tables.items():
             places = [FEATURES.index(feature) for feature in FEATURES_OF[name]]
             states = [state for state in optimizer.state[table.weight].values() if state.dim()]
-            rows = table(torch.cat([by_feature[place] for place in places]), states)
-            for place, part in zip(places, rows.split([len(by_feature[place]) for place in places]), strict=True):
-                by_feature[place] = part
-        features = KeyedJaggedTensor(FEATURES, torch.cat(by_feature), lengths=batch["lengths"])
+            rows = table(torch.cat([per_feature[place] for place in places]), states)
+            for place, part in zip(places, rows.split([len(per_feature[place]) for place in places]), strict=True):
+                per_feature[place] = part
+        features = KeyedJaggedTensor(FEATURES, torch.cat(per_feature), lengths=batch["lengths"])
         scores = model.over(bags(features).values()).squeeze(-1)
         optimizer.zero_grad()
         nn.functional.binary_cross_entropy_with_logits(scores, batch["label"]).backward()
@@ -157,15 +157,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ids_have_the_rows_that_torchrec_gives_them_in_each_bucket(num_ranks: int) -> None:
-    found = run_each_on_ranks({name: (_train, MchModel, options) for name, options in OPTIONS.items()}, num_ranks)
+    actual = run_each_on_ranks({name: (_train, MchModel, options) for name, options in OPTIONS.items()}, num_ranks)
     for name, options in OPTIONS.items():
         weights, rows_of_ids = _train_by_hand(options)
-        state = found[0][name]["state"]
+        state = actual[0][name]["state"]
         for table in ROWS:
             assert _rows_of_ids(state, table) == rows_of_ids[table], name
         assert too_far({key: state[key] for key in weights}, weights, 1e-5) == {}, name
-        assert sum(of_rank[name]["evicted"] for of_rank in found) > 5, name
-        assert sum(of_rank[name]["shared"] for of_rank in found) > 5, name
+        assert sum(rank_result[name]["evicted"] for rank_result in actual) > 5, name
+        assert sum(rank_result[name]["shared"] for rank_result in actual) > 5, name
 
 
 def alike(rows: Tensor) -> Tensor:
@@ -185,13 +185,13 @@ def test_until_an_id_is_evicted_losses_and_ids_are_those_of_torchrec_in_one_proc
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    found = run_each_on_ranks({"": (_train, kind, ROOMY)}, 2)
-    losses = torch.tensor([of_rank[""]["losses"] for of_rank in found]).mean(0)
+    actual = run_each_on_ranks({"": (_train, kind, ROOMY)}, 2)
+    losses = torch.tensor([rank_result[""]["losses"] for rank_result in actual]).mean(0)
     torch.testing.assert_close(losses, torch.tensor(model.losses), rtol=0, atol=1e-5)
     for table in ROWS:
-        wanted = _rows_of_ids(model.state_dict(), table)
-        assert len(wanted) > 20
-        assert _rows_of_ids(found[0][""]["state"], table).keys() == wanted.keys()
+        expected = _rows_of_ids(model.state_dict(), table)
+        assert len(expected) > 20
+        assert _rows_of_ids(actual[0][""]["state"], table).keys() == expected.keys()
 
 
 def test_checkpoints_go_on_with_other_numbers_of_ranks_and_torchrec_reads_them(tmp_path: Path) -> None:
@@ -199,29 +199,29 @@ def test_checkpoints_go_on_with_other_numbers_of_ranks_and_torchrec_reads_them(t
     half, later = (0, STEPS), (STEPS, 2 * STEPS)
     calls: dict[str, tuple[Any, ...]] = {}
     for name, interval in (("at an update", 2), ("between", 3)):
-        of, saved = {**options, "interval": interval}, path.replace("half", name)
-        calls |= {f"all {name}": (_train, MchModel, of, (0, 2 * STEPS))}
-        calls |= {f"half {name}": (_train, MchModel, of, half, saved)}
-        calls |= {f"resumed {name}": (_train, MchModel, of, later, "", saved)}
+        item, saved = {**options, "interval": interval}, path.replace("half", name)
+        calls |= {f"all {name}": (_train, MchModel, item, (0, 2 * STEPS))}
+        calls |= {f"half {name}": (_train, MchModel, item, half, saved)}
+        calls |= {f"resumed {name}": (_train, MchModel, item, later, "", saved)}
     two = run_each_on_ranks(calls, 2)
     for name in ("at an update", "between"):
         assert too_far(two[0][f"resumed {name}"]["state"], two[0][f"all {name}"]["state"], 1e-5) == {}, name
-        assert sum(of_rank[f"resumed {name}"]["evicted"] for of_rank in two) > 5
-    wanted, path = two[0]["all at an update"]["state"], path.replace("half", "at an update")
+        assert sum(rank_result[f"resumed {name}"]["evicted"] for rank_result in two) > 5
+    expected, path = two[0]["all at an update"]["state"], path.replace("half", "at an update")
     resumes = {"": (_train, MchModel, options, later, "", path)}
     resumed = {num_ranks: run_each_on_ranks(resumes, num_ranks)[0][""] for num_ranks in (1, 3)}
     for num_ranks, run in resumed.items():
-        assert run["state"].keys() == wanted.keys()
-        assert too_far(run["state"], wanted, 1e-5) == {}, num_ranks
+        assert run["state"].keys() == expected.keys()
+        assert too_far(run["state"], expected, 1e-5) == {}, num_ranks
         assert run["warned"] == []
     between = (_train, MchModel, {**options, "interval": 3}, later, "", path.replace("at an update", "between"))
     (warned,) = run_each_on_ranks({"": between}, 1)[0][""]["warned"]
     assert "has noted since it last gave rows cannot be restored" in warned
     # TorchRec's own module, unsharded, has the same rows of ids.
     alone = seeded(MchModel, **options)
-    alone.load_state_dict(wanted)
+    alone.load_state_dict(expected)
     for table in ROWS:
-        assert _rows_of_ids(alone.state_dict(), table) == _rows_of_ids(wanted, table)
+        assert _rows_of_ids(alone.state_dict(), table) == _rows_of_ids(expected, table)
 
 
 def _after_training(folder: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -236,9 +236,9 @@ def _after_training(folder: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     trainer.save_checkpoint(f"{folder}/trained.ckpt")
     (sharded,) = trainer.predict(model, batches)  # type: ignore[misc]
     state = torch.load(f"{folder}/trained.ckpt", weights_only=True)["state_dict"]
-    again = MchModel()
-    again.load_state_dict(state)
-    (loaded,) = make_trainer().predict(again, batches)  # type: ignore[misc]
+    repeated = MchModel()
+    repeated.load_state_dict(state)
+    (loaded,) = make_trainer().predict(repeated, batches)  # type: ignore[misc]
     trainer.strategy.unshard()  # type: ignore[attr-defined]
     with torch.no_grad():
         ordinary = model.eval()(batch)
@@ -251,8 +251,8 @@ def _after_training(folder: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def test_ids_find_their_rows_after_loading_after_unshard_and_in_exports(tmp_path: Path) -> None:
-    for sharded, *others in run_on_warm_ranks(_after_training, 2, str(tmp_path)):
-        for other in others:
+    for sharded, *remaining in run_on_warm_ranks(_after_training, 2, str(tmp_path)):
+        for other in remaining:
             torch.testing.assert_close(other, sharded)
 
 
@@ -292,15 +292,17 @@ def _refused(options: dict[str, Any]) -> str:
 
 
 def test_what_would_map_ids_otherwise_is_refused() -> None:
-    for of_rank in run_each_on_ranks({name: (_refused, options) for name, (options, _) in REFUSED.items()}, 2):
+    for rank_result in run_each_on_ranks({name: (_refused, options) for name, (options, _) in REFUSED.items()}, 2):
         for name, (_, message) in REFUSED.items():
-            assert message in of_rank[name], name
+            assert message in rank_result[name], name
 
 
 def _saves_differences(folder: str, options: dict[str, Any]) -> None:
     rank, num_ranks = rank_and_num_ranks()
-    given = {"incremental": {**incremental_runs.SERIES, "dirpath": f"{folder}/series"}}
-    trainer = make_trainer({"checkpoint": given}, callbacks=[incremental_runs.FullToo(folder)], default_root_dir=folder)
+    arguments = {"incremental": {**incremental_runs.SERIES, "dirpath": f"{folder}/series"}}
+    trainer = make_trainer(
+        {"checkpoint": arguments}, callbacks=[incremental_runs.FullToo(folder)], default_root_dir=folder
+    )
     trainer.fit(seeded(MchModel, **options), loader(0, 2 * STEPS, rank, num_ranks, OF, kinds=1000))
 
 

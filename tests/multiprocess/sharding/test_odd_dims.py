@@ -80,12 +80,12 @@ REFUSED: dict[str, tuple[type[Exception], str]] = {
 
 
 def _train() -> dict[str, Any]:
-    said = {}
+    message = {}
     for name in REFUSED:
         try:
             train_sharded(seeded(OddDims), 1, {"tables": {name: {"sharding_types": ["row_wise"]}}})
         except (ShardingError, ConfigError) as error:
-            said[name] = f"{type(error).__name__}: {error}"
+            message[name] = f"{type(error).__name__}: {error}"
     options = {"tables": {"*": {"sharding_types": ["row_wise"]}, "rows.ten": {"replicated": True}}}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -94,7 +94,7 @@ def _train() -> dict[str, Any]:
     assert shards is not None
     only, _ = train_sharded(seeded(OnlyOdd), STEPS)
     return {
-        "said": said,
+        "said": message,
         "warnings": [str(w.message) for w in caught if "is not sharded" in str(w.message)],
         "state": model.final_state,
         "sharded": sorted(shards.plan),
@@ -105,21 +105,21 @@ def _train() -> dict[str, Any]:
 def test_odd_dims_train_beside_sharded_tables_to_the_numbers_of_an_unsharded_run() -> None:
     ranks = run_on_warm_ranks(_train, 2)
     start = seeded(OddDims)
-    wanted = train_unsharded(start, STEPS, 2)
+    expected = train_unsharded(start, STEPS, 2)
     for key in ("bags.embedding_bags.ten", "mixed.embedding_bags.even", "rows.embeddings.ten"):
-        change = wanted.get_parameter(f"{key}.weight") - start.get_parameter(f"{key}.weight")
+        change = expected.get_parameter(f"{key}.weight") - start.get_parameter(f"{key}.weight")
         assert float(change.detach().abs().max()) > 1e-3, "the table has learnt"
     only = seeded(OnlyOdd)
     only.configure_model()
     alone = train_unsharded(only, STEPS, 2).final_state
-    assert max(largest_difference(ranks[0]["state"], wanted.final_state).values()) < 1e-6
-    for found in ranks:
-        assert max(largest_difference(found["only"], alone).values()) < 1e-6
-        assert found["sharded"] == ["ebc.narrow", "ebc.shared", "ebc.wide"]
-        assert found["said"].keys() == REFUSED.keys()
-        for name, (kind, said) in REFUSED.items():
-            with pytest.raises(kind, match=f"{kind.__name__}: .*{said}"):
-                raise kind(found["said"][name])
+    assert max(largest_difference(ranks[0]["state"], expected.final_state).values()) < 1e-6
+    for actual in ranks:
+        assert max(largest_difference(actual["only"], alone).values()) < 1e-6
+        assert actual["sharded"] == ["ebc.narrow", "ebc.shared", "ebc.wide"]
+        assert actual["said"].keys() == REFUSED.keys()
+        for name, (kind, message) in REFUSED.items():
+            with pytest.raises(kind, match=f"{kind.__name__}: .*{message}"):
+                raise kind(actual["said"][name])
     columns = "but FBGEMM's rows come in multiples of 4 columns, so that only embedding_dim"
     assert ranks[0]["warnings"] == [
         f"'bags' is not sharded, every rank has all of it: table 'ten' has embedding_dim=10, {columns}=12 would be "

@@ -38,7 +38,7 @@ class Nested(TwoTower):
 
 def _live(folder: str) -> dict[str, Any]:
     rank, _ = rank_and_num_ranks()
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     options = {
         "convert_embeddings": "all",
         "tables": {
@@ -51,17 +51,17 @@ def _live(folder: str) -> dict[str, Any]:
     in_one_file = options | {"checkpoint": {"distributed": False}}
     trainer = make_trainer(in_one_file, callbacks=[keep], enable_checkpointing=True)
     validation = loader([pairs(step, rank) for step in range(100, 103)])
-    found["before"] = trainer.validate(model, validation, verbose=False)[0]["val_loss"]
+    actual["before"] = trainer.validate(model, validation, verbose=False)[0]["val_loss"]
     trainer.fit(model, loader([pairs(step, rank) for step in range(STEPS)]), validation)
-    found["keys"] = model.keys
-    found["first"] = whole_state(model)
-    found["after"] = trainer.validate(model, validation, verbose=False)[0]["val_loss"]
-    found["predicted"] = trainer.predict(model, validation)
+    actual["keys"] = model.keys
+    actual["first"] = whole_state(model)
+    actual["after"] = trainer.validate(model, validation, verbose=False)[0]["val_loss"]
+    actual["predicted"] = trainer.predict(model, validation)
     second = make_trainer(options)
     second.fit(model, loader([pairs(step, rank) for step in range(STEPS, 2 * STEPS)]), validation)
-    found["second"] = whole_state(model)
-    found["path"] = keep.best_model_path
-    return found
+    actual["second"] = whole_state(model)
+    actual["path"] = keep.best_model_path
+    return actual
 
 
 def _validation_loss(model: TwoTower, num_ranks: int) -> float:
@@ -88,15 +88,15 @@ def test_validate_fit_predict_and_a_second_fit_continue_each_other(life: list[di
     assert life[0]["after"] == pytest.approx(_validation_loss(first, 2), abs=1e-5)
     for rank in range(2):
         with torch.no_grad():
-            wanted = [first(*pairs(step, rank)) for step in range(100, 103)]
-        torch.testing.assert_close(life[rank]["predicted"], wanted, atol=1e-4, rtol=0)
+            expected = [first(*pairs(step, rank)) for step in range(100, 103)]
+        torch.testing.assert_close(life[rank]["predicted"], expected, atol=1e-4, rtol=0)
     second = train_unsharded(first, [[pairs(step, rank) for rank in range(2)] for step in range(STEPS, 2 * STEPS)])
     assert not too_far(life[0]["second"], second.state_dict(), 1e-5)
 
 
 def test_the_state_dict_has_the_unsharded_keys_in_their_order_on_every_rank(life: list[dict[str, Any]]) -> None:
-    wanted = list(seeded(Nested).state_dict())
-    assert [found["keys"] for found in life] == [wanted, wanted]
+    expected = list(seeded(Nested).state_dict())
+    assert [actual["keys"] for actual in life] == [expected, expected]
 
 
 def test_a_checkpoint_loads_into_the_users_own_module(life: list[dict[str, Any]]) -> None:
@@ -110,13 +110,13 @@ def test_a_checkpoint_loads_into_the_users_own_module(life: list[dict[str, Any]]
 
 def _evaluate(path: str) -> list[float]:
     rank, _ = rank_and_num_ranks()
-    found = []
-    for which in ("all", "none"):
+    actual = []
+    for selected in ("all", "none"):
         model = Nested()
-        trainer = make_trainer({"convert_embeddings": which, "sharding_types": ["row_wise"]})
+        trainer = make_trainer({"convert_embeddings": selected, "sharding_types": ["row_wise"]})
         batches = loader([pairs(step, rank) for step in range(100, 103)])
-        found.append(float(trainer.test(model, batches, ckpt_path=path, verbose=False)[0]["val_loss"]))
-    return found
+        actual.append(float(trainer.test(model, batches, ckpt_path=path, verbose=False)[0]["val_loss"]))
+    return actual
 
 
 def test_a_checkpoint_is_evaluated_over_other_ranks_sharded_and_whole(life: list[dict[str, Any]]) -> None:

@@ -109,11 +109,11 @@ def test_what_stays_whole_is_reported_once_by_rank_zero_and_trains_exactly(
     left_whole: list[dict[str, Any]], case: str
 ) -> None:
     _, arguments = LEFT_WHOLE[case]
-    said, state, tables = left_whole[0][case]
-    asked = case not in ("none", "small")
+    message, state, tables = left_whole[0][case]
+    requested = case not in ("none", "small")
     for name, (_, reason) in WHOLE.items():
-        about = [text for text in said if f"'{name}'" in text and re.search(reason, text)]
-        assert len(about) == (1 if asked else 0), (name, said)
+        about = [text for text in message if f"'{name}'" in text and re.search(reason, text)]
+        assert len(about) == (1 if requested else 0), (name, message)
     assert not [text for text in left_whole[1][case][0] if "whole" in text]
     assert tables == (["item"] if case in ("all", "auto") else [])
     batches = [[_whole_batch(step, rank) for rank in range(2)] for step in range(3)]
@@ -226,9 +226,9 @@ def rank_results() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_is_an_error_of_ours_on_every_rank(rank_results: list[dict[str, Any]], case: str) -> None:
-    for found in rank_results:
-        said, steps = found[f"refused {case}"]
-        assert re.match(REFUSED[case][3], said, re.DOTALL), said
+    for actual in rank_results:
+        message, steps = actual[f"refused {case}"]
+        assert re.match(REFUSED[case][3], message, re.DOTALL), message
         assert steps == 0, "a step was taken before the error"
 
 
@@ -250,9 +250,9 @@ def test_a_call_that_torch_refuses_is_an_error_of_ours(
         kind, batch = WRONG_CALLS[case]
         with pytest.raises((RuntimeError, ValueError, NotImplementedError)):
             seeded(kind).training_step(batch, 0)
-        for found in rank_results:
-            ours, said = found[f"wrong {case}"]
-            assert ours, (case, said)
+        for actual in rank_results:
+            actual, message = actual[f"wrong {case}"]
+            assert actual, (case, message)
 
 
 def test_the_strategy_refuses_unknown_conversions() -> None:

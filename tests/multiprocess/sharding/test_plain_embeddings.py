@@ -63,17 +63,17 @@ def _train_every_kind(optimizer: str, cuts: dict[str, str]) -> tuple[dict[str, T
     """Return the trained state, and how each table was cut. cuts: kind -> how it is to be cut."""
     rank, num_ranks = rank_and_num_ranks()
     model = seeded(EveryKind, optimizer, tuple(cuts))
-    found: dict[str, str] = {}
+    actual: dict[str, str] = {}
 
     def look() -> None:
         plan = model.trainer.strategy.run_tables.shards.plan
-        found.update({name.removeprefix("tables."): sharding.sharding_type for name, sharding in plan.items()})
+        actual.update({name.removeprefix("tables."): sharding.sharding_type for name, sharding in plan.items()})
 
     model.on_train_start = look  # type: ignore[method-assign]
     tables = {f"tables.{kind}": {"sharding_types": [cut], "min_partition": 4} for kind, cut in cuts.items()}
     trainer = make_trainer({"convert_embeddings": "all", "tables": tables})
     trainer.fit(model, loader([draw_batch(step, rank, num_ranks, tuple(cuts)) for step in range(STEPS)]))
-    return model.final_state, found
+    return model.final_state, actual
 
 
 def _train_every_kind_unsharded(optimizer: str, kinds: Sequence[str], num_ranks: int) -> tuple[EveryKind, EveryKind]:
@@ -92,8 +92,8 @@ def test_every_kind_of_call_has_the_weights_of_one_unsharded_process(name: str, 
     kinds = tuple(kind for kind in KINDS if name != "Adam" or "sparse" not in kind)
     # Each kind is cut in another way for each optimizer, so that all pairs of them occur.
     cuts = {kind: CUTS[(list(KINDS).index(kind) + list(OPTIMIZERS).index(name) + num_ranks) % 3] for kind in kinds}
-    state, found = run_on_warm_ranks(_train_every_kind, num_ranks, name, cuts)[0]
-    assert found == cuts
+    state, actual = run_on_warm_ranks(_train_every_kind, num_ranks, name, cuts)[0]
+    assert actual == cuts
     start, trained = _train_every_kind_unsharded(name, kinds, num_ranks)
     assert not too_far(state, trained.state_dict(), limit_of(name))
     for key, moved in differences(trained.state_dict(), start.state_dict()).items():
@@ -134,7 +134,7 @@ def test_ranks_may_look_up_unequal_numbers_of_bags(two_rank_results: list[dict[s
 
 
 def test_hooks_on_an_embedding_run_while_it_is_sharded(two_rank_results: list[dict[str, Any]]) -> None:
-    assert [found["hooks"] for found in two_rank_results] == [["before forward", "forward", "backward"]] * 2
+    assert [actual["hooks"] for actual in two_rank_results] == [["before forward", "forward", "backward"]] * 2
 
 
 class OneTable(KeepsState):
@@ -228,8 +228,8 @@ def test_a_table_looked_up_twice_in_a_step_is_updated_once(rank_results: list[di
     batches = [[_clicks(step, rank) for rank in range(len(rank_results))] for step in range(STEPS)]
     # The ranks' batches have one size: the mean of their losses is the loss of the joined batch.
     joined = [[{key: torch.cat([batch[key] for batch in of_step]) for key in of_step[0]}] for of_step in batches]
-    wanted = train_unsharded(start, joined).state_dict()
-    assert not too_far(rank_results[0][name], wanted, limit_of(optimizer))
+    expected = train_unsharded(start, joined).state_dict()
+    assert not too_far(rank_results[0][name], expected, limit_of(optimizer))
 
 
 def test_sparse_adam_has_the_weights_of_one_unsharded_process(rank_results: list[dict[str, Any]]) -> None:

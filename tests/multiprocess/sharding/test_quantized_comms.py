@@ -38,23 +38,23 @@ def test_rounded_rows_and_gradients_train_nearly_the_same_weights(cut):
 
 def start_table() -> str:
     model = seeded(ClickModel, torch.optim.SGD, {"lr": 0.1})
-    with redirect_stdout(io.StringIO()) as said:
+    with redirect_stdout(io.StringIO()) as message:
         make_trainer({"quantized_comms": {"forward": "fp16", "backward": "bf16"}}).fit(model, rank_loader(1, 0))
-    return " ".join(said.getvalue().split())
+    return " ".join(message.getvalue().split())
 
 
 def test_the_start_table_shows_that_numbers_are_rounded():
-    said = run_on_warm_ranks(start_table, 1)[0]
-    assert "rows are sent as fp16, their gradients as bf16, which rounds them" in said
+    message = run_on_warm_ranks(start_table, 1)[0]
+    assert "rows are sent as fp16, their gradients as bf16, which rounds them" in message
 
 
 @pytest.mark.parametrize(
-    ("options", "told"), [({"forward": "fp8"}, "'fp8' is not known"), ({"onward": "fp16"}, "onward is not known")]
+    ("options", "message"), [({"forward": "fp8"}, "'fp8' is not known"), ({"onward": "fp16"}, "onward is not known")]
 )
-def test_unknown_types_are_refused(options, told):
+def test_unknown_types_are_refused(options, message):
     from lightning_distrec import TorchRecShardedStrategy
 
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         TorchRecShardedStrategy(quantized_comms=options)
 
 

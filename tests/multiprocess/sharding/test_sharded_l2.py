@@ -66,17 +66,17 @@ CASES: dict[str, tuple[Any, ...]] = {
 
 
 def test_the_term_and_its_gradients_are_those_of_whole_tables() -> None:
-    found = run_each_on_ranks({case: (_train, *arguments) for case, arguments in CASES.items()}, 2)
-    for case, (name, _, *more) in CASES.items():
-        wanted = _unsharded(name, *more)
-        difference = largest_difference(found[0][case][0], wanted.state_dict())
+    actual = run_each_on_ranks({case: (_train, *arguments) for case, arguments in CASES.items()}, 2)
+    for case, (name, _, *options) in CASES.items():
+        expected = _unsharded(name, *options)
+        difference = largest_difference(actual[0][case][0], expected.state_dict())
         assert max(difference.values()) <= limit_of(name), f"{case}: {difference}"
-        sizes = SIZES[more[0]]
+        sizes = SIZES[options[0]]
         losses = [
-            sum(size * loss for size, loss in zip(sizes, of_ranks, strict=True)) / sum(sizes)
-            for of_ranks in zip(*(rank[case][1] for rank in found), strict=True)
+            sum(size * loss for size, loss in zip(sizes, rank_results, strict=True)) / sum(sizes)
+            for rank_results in zip(*(rank[case][1] for rank in actual), strict=True)
         ]
-        assert losses == pytest.approx(wanted.losses, rel=1e-5)
+        assert losses == pytest.approx(expected.losses, rel=1e-5)
 
 
 def test_the_term_of_a_table_that_is_updated_in_backward_is_refused_with_a_way_out() -> None:

@@ -96,14 +96,14 @@ def _drawn(draw: str, hook: str, types: list[str]) -> Any:
 )
 def test_weights_drawn_in_hooks_are_those_of_one_process(types: list[str], num_ranks: int) -> None:
     hooks = dict(zip(DRAWS, ["on_fit_start", "on_train_start"] * 3, strict=False))
-    found = run_each_on_ranks({draw: (_drawn, draw, hook, types) for draw, hook in hooks.items()}, num_ranks)
+    actual = run_each_on_ranks({draw: (_drawn, draw, hook, types) for draw, hook in hooks.items()}, num_ranks)
     for draw in DRAWS:
-        wanted = seeded(Draws, draw)
+        expected = seeded(Draws, draw)
         pl.seed_everything(7, verbose=False)
-        wanted.draw_all()
-        state, _ = found[0][draw]
-        assert too_far(state, wanted.drawn[0], 0.0) == {}, draw
-        assert all(torch.equal(of_rank[draw][1], wanted.drawn[1]) for of_rank in found), draw
+        expected.draw_all()
+        state, _ = actual[0][draw]
+        assert too_far(state, expected.drawn[0], 0.0) == {}, draw
+        assert all(torch.equal(rank_result[draw][1], expected.drawn[1]) for rank_result in actual), draw
 
 
 # -- sums and norms in the loss
@@ -128,11 +128,11 @@ def _penalized(types: list[str]) -> Any:
 
 @pytest.mark.parametrize("types", [["row_wise"], ["column_wise"]])
 def test_norms_of_all_parameters_in_the_loss_are_those_of_the_full_tables(types: list[str]) -> None:
-    found = run_on_warm_ranks(_penalized, 2, types)
+    actual = run_on_warm_ranks(_penalized, 2, types)
     batches = [[pairs(step, rank) for rank in range(2)] for step in range(STEPS)]
-    wanted = train_unsharded(seeded(Penalized), batches)
-    assert too_far(found[0][0], wanted.state_dict(), 1e-5) == {}
-    assert found[0][1] == found[1][1] == pytest.approx(wanted.penalty, rel=1e-5)
+    expected = train_unsharded(seeded(Penalized), batches)
+    assert too_far(actual[0][0], expected.state_dict(), 1e-5) == {}
+    assert actual[0][1] == actual[1][1] == pytest.approx(expected.penalty, rel=1e-5)
 
 
 # -- norms of gradients, full parameters
@@ -164,19 +164,19 @@ def _norms(types: list[str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("types", [["row_wise"], ["column_wise"]])
 def test_gradient_norms_and_full_parameters_are_those_of_one_process(types: list[str]) -> None:
-    found = run_on_warm_ranks(_norms, 2, types)
+    actual = run_on_warm_ranks(_norms, 2, types)
     model = copy.deepcopy(seeded(TwoTower))
     optimizer = model.configure_optimizers()
     for step in range(STEPS):
         optimizer.zero_grad()
         torch.stack([model.training_step(pairs(step, rank), 0) for rank in range(2)]).mean().backward()
-        wanted = {name: float(norm) for name, norm in grad_norm(model, norm_type=2).items()}
-        assert list(found[0]["norms"][step]) == list(wanted)
-        assert found[0]["norms"][step] == found[1]["norms"][step] == pytest.approx(wanted, rel=1e-4)
+        expected = {name: float(norm) for name, norm in grad_norm(model, norm_type=2).items()}
+        assert list(actual[0]["norms"][step]) == list(expected)
+        assert actual[0]["norms"][step] == actual[1]["norms"][step] == pytest.approx(expected, rel=1e-4)
         optimizer.step()
-    for of_rank in found:
-        assert all(torch.equal(of_rank["full"][name], value) for name, value in found[0]["state"].items())
-        assert torch.equal(of_rank["part"], found[0]["state"]["item_embedding.weight"][30:45])
+    for rank_result in actual:
+        assert all(torch.equal(rank_result["full"][name], value) for name, value in actual[0]["state"].items())
+        assert torch.equal(rank_result["part"], actual[0]["state"]["item_embedding.weight"][30:45])
 
 
 # -- what is refused
@@ -216,30 +216,30 @@ class PropertyLooks(Looks, Property):
 
 
 def _refused(names: list[str]) -> dict[str, str]:
-    said: dict[str, str] = {}
+    message: dict[str, str] = {}
 
     def try_each(model: pl.LightningModule) -> None:
         for name in names:
             try:
                 REFUSED[name][0](model)
             except ShardedWeightError as error:
-                said.setdefault(name, str(error))
+                message.setdefault(name, str(error))
 
-    both = ["user_embedding", "item_embedding"]  # by "all", one whose weight is read would stay on every rank
-    _fit(seeded(PropertyLooks, try_each), ["row_wise"], convert_embeddings=both)
-    return said
+    pair = ["user_embedding", "item_embedding"]  # by "all", one whose weight is read would stay on every rank
+    _fit(seeded(PropertyLooks, try_each), ["row_wise"], convert_embeddings=pair)
+    return message
 
 
 def test_other_reads_and_writes_are_refused_on_every_rank_by_name() -> None:
-    for said in run_on_warm_ranks(_refused, 2, list(REFUSED)):
+    for message in run_on_warm_ranks(_refused, 2, list(REFUSED)):
         for name, (_, pattern) in REFUSED.items():
-            assert re.search(pattern, said[name], re.S), (name, said.get(name))
+            assert re.search(pattern, message[name], re.S), (name, message.get(name))
 
 
 def _wrong_calls() -> dict[str, str]:
     rank, _ = rank_and_num_ranks()
     strategy: Any = _fit(seeded(TwoTower)).strategy
-    said = {}
+    message = {}
     for case, call in {
         "unknown": ("item_embeding.weight",),
         "different": (["item_embedding", "user_embedding"][rank],),
@@ -247,15 +247,15 @@ def _wrong_calls() -> dict[str, str]:
     }.items():
         with pytest.raises(ConfigError) as refused:
             strategy.full_parameter(*call)
-        said[case] = str(refused.value)
-    return said
+        message[case] = str(refused.value)
+    return message
 
 
 def test_full_parameter_refuses_what_is_not_there_on_every_rank() -> None:
-    for said in run_on_warm_ranks(_wrong_calls, 2):
-        assert re.search("no parameter 'item_embeding.weight'; did you mean 'item_embedding.weight", said["unknown"])
-        assert re.search("the ranks ask for different parameters", said["different"])
-        assert re.search(r"rows=\(0, 71\) are not within the 70 rows", said["rows"])
+    for message in run_on_warm_ranks(_wrong_calls, 2):
+        assert re.search("no parameter 'item_embeding.weight'; did you mean 'item_embedding.weight", message["unknown"])
+        assert re.search("the ranks ask for different parameters", message["different"])
+        assert re.search(r"rows=\(0, 71\) are not within the 70 rows", message["rows"])
 
 
 def _fused_norms() -> None:
@@ -282,7 +282,7 @@ def _normalized(types: list[str], max_norm: float | None) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("types", [["row_wise"], ["column_wise"]])
 def test_rows_are_normalized_over_shards_as_in_one_process(types: list[str]) -> None:
-    found = run_each_on_ranks({str(norm): (_normalized, types, norm) for norm in (None, 0.3)}, 2)[0]
+    actual = run_each_on_ranks({str(norm): (_normalized, types, norm) for norm in (None, 0.3)}, 2)[0]
     for norm in (None, 0.3):
         model = copy.deepcopy(seeded(TwoTower))
         optimizer = model.configure_optimizers()
@@ -293,7 +293,7 @@ def test_rows_are_normalized_over_shards_as_in_one_process(types: list[str]) -> 
             for weight in (model.item_embedding.weight.data, model.user_tower[0].weight.data):
                 norms = weight.norm(dim=1, keepdim=True)
                 weight.copy_(nn.functional.normalize(weight) if norm is None else weight * (norm / norms).clamp(max=1))
-        assert too_far(found[str(norm)], model.state_dict(), 1e-5) == {}
+        assert too_far(actual[str(norm)], model.state_dict(), 1e-5) == {}
 
 
 def test_normalize_rows_refuses_what_it_cannot_scale() -> None:

@@ -182,12 +182,12 @@ QUICK_AVERAGED = ("averaged Adagrad", "averaged validated")
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest) -> dict[str, list[dict[str, Any]]]:
+def actual(request: pytest.FixtureRequest) -> dict[str, list[dict[str, Any]]]:
     """What each rank has after each run that a test of this session asks for."""
     of_module = [item for item in request.session.items if item.path == request.path]
-    asked = {item.callspec.params.get("run") for item in of_module if hasattr(item, "callspec")}
-    of_ranks = run_each_on_ranks({name: run for name, run in RUNS.items() if name in asked}, 4)
-    return {name: [of_rank[name] for of_rank in of_ranks] for name in of_ranks[0]}
+    requested = {item.callspec.params.get("run") for item in of_module if hasattr(item, "callspec")}
+    rank_results = run_each_on_ranks({name: run for name, run in RUNS.items() if name in requested}, 4)
+    return {name: [rank_result[name] for rank_result in rank_results] for name in rank_results[0]}
 
 
 def train_plain(run: str) -> State:
@@ -215,17 +215,17 @@ def train_plain(run: str) -> State:
 
 
 @pytest.mark.parametrize("run", slow_except(QUICK, EXACT_RUNS))
-def test_groups_that_exchange_gradients_train_as_one_process(run: str, found: dict[str, Any]) -> None:
-    differences = largest_difference(found[run][0]["state"], train_plain(run))
+def test_groups_that_exchange_gradients_train_as_one_process(run: str, actual: dict[str, Any]) -> None:
+    differences = largest_difference(actual[run][0]["state"], train_plain(run))
     assert max(differences.values()) <= limit_of(RUNS[run][1][1]), differences
 
 
 @pytest.mark.parametrize("run", slow_except(QUICK + QUICK_AVERAGED, RUNS))
-def test_replicas_are_equal_to_the_bit_after_a_fit(run: str, found: dict[str, Any]) -> None:
-    for here, there in ((0, 2), (1, 3)):
-        for name, shards in found[run][here]["shards"].items():
-            for one, other in zip(shards, found[run][there]["shards"][name], strict=True):
-                assert torch.equal(one, other), name
+def test_replicas_are_equal_to_the_bit_after_a_fit(run: str, actual: dict[str, Any]) -> None:
+    for local, there in ((0, 2), (1, 3)):
+        for name, shards in actual[run][local]["shards"].items():
+            for first, other in zip(shards, actual[run][there]["shards"][name], strict=True):
+                assert torch.equal(first, other), name
 
 
 def train_apart(run: str, synchronized: Container[int], scored: int = 0) -> tuple[State, float]:
@@ -246,8 +246,8 @@ def train_apart(run: str, synchronized: Container[int], scored: int = 0) -> tupl
             if kind is Unfrozen:
                 unfreeze(model, step)
             loss_of(model, joined(step, ranks)).backward()
-        for one, other in zip(*([p for n, p in m.named_parameters() if "ebc" not in n] for m in models), strict=True):
-            one.grad = other.grad = (one.grad + other.grad) / 2
+        for first, other in zip(*([p for n, p in m.named_parameters() if "ebc" not in n] for m in models), strict=True):
+            first.grad = other.grad = (first.grad + other.grad) / 2
         if "gradient_clip_val" in options:
             clip_by_one_norm(models)
         for optimizer in optimizers:
@@ -274,7 +274,7 @@ def clip_by_one_norm(models: list[ClickModel]) -> None:
 def average(models: list[ClickModel], optimizers: list[Any]) -> None:
     """Replace tables and their optimizer state by their mean."""
     for pair in zip(*(model.ebc.parameters() for model in models), strict=True):
-        states = [optimizer.state[each] for optimizer, each in zip(optimizers, pair, strict=True)]
+        states = [optimizer.state[part] for optimizer, part in zip(optimizers, pair, strict=True)]
         for state, other in (states, states[::-1]):  # one may have none yet
             for key in other:
                 state.setdefault(key, torch.zeros_like(other[key]))
@@ -285,15 +285,15 @@ def average(models: list[ClickModel], optimizers: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("run", slow_except(QUICK_AVERAGED, AVERAGED_RUNS))
-def test_groups_that_average_rows_train_as_copies_that_train_apart(run: str, found: dict[str, Any]) -> None:
+def test_groups_that_average_rows_train_as_copies_that_train_apart(run: str, actual: dict[str, Any]) -> None:
     validates = "validated" in run
     # A validation synchronises after step 4, and the third step from there on is the last.
     state, score = train_apart(run, (3, 4, 7) if validates else (3, 6, 7), scored=4 * validates)
     limit = limit_of(RUNS[run][1][1])
-    differences = largest_difference(found[run][0]["state"], state)
+    differences = largest_difference(actual[run][0]["state"], state)
     assert max(differences.values()) <= limit, differences
     if validates:
-        assert found[run][0]["scores"]["val_loss"] == pytest.approx(score, abs=1e-5)
+        assert actual[run][0]["scores"]["val_loss"] == pytest.approx(score, abs=1e-5)
     assert max(largest_difference(train_plain(run), state).values()) > 10 * limit, "a warning says that it is inexact"
 
 
@@ -349,8 +349,8 @@ def test_groups_that_are_stopped_save_what_goes_on_without_groups(tmp_path: Path
     assert 3 < stopped[0][0] < STEPS
     step, state = run_on_ranks(fit_stopped, 2, str(tmp_path), True)[0]
     assert step == STEPS
-    wanted = train_plain("exact Adagrad")
-    assert max(largest_difference(state, wanted).values()) <= limit_of("Adagrad")
+    expected = train_plain("exact Adagrad")
+    assert max(largest_difference(state, expected).values()) <= limit_of("Adagrad")
 
 
 def count_bytes(interval: int) -> tuple[float, float]:
@@ -396,9 +396,9 @@ def test_a_module_goes_from_groups_to_one_and_to_others() -> None:
         optimizer.zero_grad()
         loss_of(model, joined(step)).backward()
         optimizer.step()
-    of_ranks = run_on_warm_ranks(fit_again, 4)
-    assert max(largest_difference(of_ranks[0][0], model.state_dict()).values()) <= limit_of("SGD")
-    for _, scores in of_ranks:
+    rank_results = run_on_warm_ranks(fit_again, 4)
+    assert max(largest_difference(rank_results[0][0], model.state_dict()).values()) <= limit_of("SGD")
+    for _, scores in rank_results:
         assert scores == pytest.approx([float(loss_of(model, joined(STEPS)))] * 3, abs=1e-5)
 
 
@@ -421,24 +421,24 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def refuse_each() -> dict[str, str]:
-    found = {}
+    actual = {}
     for name, (options, _) in REFUSED.items():
         rank = rank_and_num_ranks()[0]
         model = seeded(ClickModel, *OPTIMIZERS["SGD"])
-        given = {"sharding_groups": {"size": 1 + rank % 2}} if name == "unequal" else copy.deepcopy(options)
+        arguments = {"sharding_groups": {"size": 1 + rank % 2}} if name == "unequal" else copy.deepcopy(options)
         try:
             callbacks = {"averages": [EMAWeightAveraging()], "norm 1": [NormalizeRows([WIDE])]}.get(name, [])
-            make_trainer(given, callbacks=callbacks).fit(model, DataLoader([batch_of(0, rank)], batch_size=None))
+            make_trainer(arguments, callbacks=callbacks).fit(model, DataLoader([batch_of(0, rank)], batch_size=None))
         except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
+            actual[name] = f"{type(error).__name__}: {error}"
         assert not model.losses
-    return found
+    return actual
 
 
 def test_what_groups_cannot_be_is_refused_on_every_rank_before_the_first_step() -> None:
-    for of_rank in run_on_warm_ranks(refuse_each, 4):
-        for name, (_, wanted) in REFUSED.items():
-            assert re.match(wanted, of_rank[name], re.DOTALL), of_rank[name]
+    for rank_result in run_on_warm_ranks(refuse_each, 4):
+        for name, (_, expected) in REFUSED.items():
+            assert re.match(expected, rank_result[name], re.DOTALL), rank_result[name]
 
 
 def fit_on_unequal_nodes() -> str:
@@ -459,12 +459,12 @@ def fit_on_unequal_nodes() -> str:
 
 
 def test_groups_that_lie_on_their_nodes_differently_are_refused() -> None:
-    for said in run_on_warm_ranks(fit_on_unequal_nodes, 4):
-        assert "size=2 makes groups that lie on unequal numbers of ranks of their nodes (the nodes have 3, 1" in said
+    for message in run_on_warm_ranks(fit_on_unequal_nodes, 4):
+        assert "size=2 makes groups that lie on unequal numbers of ranks of their nodes (the nodes have 3, 1" in message
 
 
 @pytest.mark.parametrize(
-    ("given", "wanted"),
+    ("arguments", "expected"),
     [
         ({"size": 0}, "size=0 must be a whole number above 0"),
         ({"size": 2, "sync_interval": 0}, "sync_interval=0 must be a whole number above 0"),
@@ -473,9 +473,9 @@ def test_groups_that_lie_on_their_nodes_differently_are_refused() -> None:
         ({"sizes": 3}, "sharding_groups: sizes is not known. It takes size and sync_interval"),
     ],
 )
-def test_what_the_options_cannot_be(given: dict[str, Any], wanted: str) -> None:
-    with pytest.raises(ConfigError, match=wanted):
-        TorchRecShardedStrategy(sharding_groups=given)
+def test_what_the_options_cannot_be(arguments: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        TorchRecShardedStrategy(sharding_groups=arguments)
 
 
 @pytest.mark.slow

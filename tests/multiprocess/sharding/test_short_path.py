@@ -32,8 +32,8 @@ class ReadsByKey(ClickModel):
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         keys = ["a", "d", "c", "b"]
         rows = self.ebc(KeyedJaggedTensor(keys=keys, values=batch["ids"], lengths=batch["lengths"]))
-        found = [rows[name] for name in rows.keys()]  # noqa: SIM118
-        return self.mlp(torch.cat(found, 1)).squeeze(-1) + (found[0] * found[0]).sum(1)
+        actual = [rows[name] for name in rows.keys()]  # noqa: SIM118
+        return self.mlp(torch.cat(actual, 1)).squeeze(-1) + (actual[0] * actual[0]).sum(1)
 
 
 class TwoCollections(ClickModel):
@@ -66,11 +66,11 @@ def _train(short: bool, model: type, update: str, cut: str, trainer: dict[str, A
     torch.manual_seed(3)
     with patch.object(ids_exchange, "ShortExchange", Counted):
         if short:
-            found, _ = train_sharded(seeded(model, *arguments), STEPS, strategy, **trainer)
+            actual, _ = train_sharded(seeded(model, *arguments), STEPS, strategy, **trainer)
         else:
             with patch.object(sharded_lookup, "short_path_of", lambda *_: None):
-                found, _ = train_sharded(seeded(model, *arguments), STEPS, strategy, **trainer)
-    return found.losses, found.final_state, len(sent)
+                actual, _ = train_sharded(seeded(model, *arguments), STEPS, strategy, **trainer)
+    return actual.losses, actual.final_state, len(sent)
 
 
 def _difference(model: type, optimizer: str, cut: str, pooling: str, trainer: dict[str, Any]) -> str:
@@ -89,7 +89,7 @@ def _difference(model: type, optimizer: str, cut: str, pooling: str, trainer: di
 
 
 def _differences(cases: list[tuple[Any, ...]]) -> dict[str, str]:
-    return {str(case): found for case in cases if (found := _difference(*case))}
+    return {str(case): actual for case in cases if (actual := _difference(*case))}
 
 
 def test_the_short_path_leaves_the_same_bits() -> None:

@@ -55,7 +55,7 @@ def _keep() -> dict[str, Any]:
     model, _ = train_sharded(seeded(Mixed), STEPS, OPTIONS)
     shards = sharded_tables_of(model)
     assert shards is not None
-    found = {
+    actual = {
         "state": model.final_state,
         "cuts": {name: sharding.sharding_type for name, sharding in shards.plan.items()},
         "whole": [dict(model.named_parameters())[name].numel() for name in WHOLE],
@@ -65,11 +65,11 @@ def _keep() -> dict[str, Any]:
     trainer.validate(model, rank_loader(2, rank, first=50), verbose=False)
     assert sharded_tables_of(model) is shards, "tables stay as they are for an evaluation"
     trainer.fit(model, rank_loader(STEPS, rank))
-    found["second"] = model.final_state
+    actual["second"] = model.final_state
     changed = OPTIONS | {"tables": OPTIONS["tables"] | {"own_*": {"replicated": True}}}
     with pytest.raises(ShardingError, match="'own_rows' was sharded in an earlier run .* would leave it unsharded"):
         make_trainer(changed).fit(model, rank_loader(STEPS, rank))
-    return found
+    return actual
 
 
 WHOLE = ("ebc.embedding_bags.narrow.weight", "kept.embedding_bags.t.weight", "kept_rows.weight")
@@ -80,19 +80,19 @@ def test_tables_that_are_kept_whole_train_beside_sharded_ones_to_the_numbers_of_
     start = seeded(Mixed)
     first = train_unsharded(start, STEPS, 2)
     second = train_unsharded(first, STEPS, 2)
-    for state, wanted in ((ranks[0]["state"], first), (ranks[0]["second"], second)):
-        difference = largest_difference(state, wanted.final_state)
+    for state, expected in ((ranks[0]["state"], first), (ranks[0]["second"], second)):
+        difference = largest_difference(state, expected.final_state)
         assert max(difference.values()) < 1e-5, difference
     assert float((first.kept_rows.weight - start.kept_rows.weight).abs().max()) > 1e-3, "the table has learnt"
-    for found in ranks:
-        assert found["cuts"] == {
+    for actual in ranks:
+        assert actual["cuts"] == {
             "ebc.wide": "row_wise",
             "ebc.narrow": "data_parallel",
             "ebc.shared": "row_wise",
             "own_rows": "table_wise",
         }
-        assert found["whole"] == [37 * 8, 60 * 8, 12 * 8]
-        assert found["kinds"] == ["EmbeddingBagCollection", "Embedding"]
+        assert actual["whole"] == [37 * 8, 60 * 8, 12 * 8]
+        assert actual["kinds"] == ["EmbeddingBagCollection", "Embedding"]
 
 
 class OnMeta(Mixed):
@@ -122,18 +122,18 @@ REFUSED: dict[str, tuple[type, dict[str, Any], type[Exception], str]] = {
 
 
 def _refuse() -> dict[str, str]:
-    said = {}
+    message = {}
     for name, (model, tables, _, _) in REFUSED.items():
         try:
             train_sharded(seeded(model), 1, {"convert_embeddings": "all", "tables": tables})
         except (ConfigError, ShardingError) as error:
-            said[name] = f"{type(error).__name__}: {error}"
-    return said
+            message[name] = f"{type(error).__name__}: {error}"
+    return message
 
 
 def test_what_a_table_cannot_be_is_refused_on_every_rank() -> None:
-    for found in run_on_warm_ranks(_refuse, 2):
-        assert found.keys() == REFUSED.keys()
-        for name, (_, _, kind, said) in REFUSED.items():
-            with pytest.raises(kind, match=f"{kind.__name__}: .*{said}"):
-                raise kind(found[name])
+    for actual in run_on_warm_ranks(_refuse, 2):
+        assert actual.keys() == REFUSED.keys()
+        for name, (_, _, kind, message) in REFUSED.items():
+            with pytest.raises(kind, match=f"{kind.__name__}: .*{message}"):
+                raise kind(actual[name])

@@ -27,15 +27,15 @@ def _train(name: str, types: list[str], depth: int) -> dict[str, Any]:
     rank, _ = rank_and_num_ranks()
     kind, batch_of, strategy = MODELS[name]
     model = seeded(kind)
-    own = {"sharding_types": types, "tables": GATHERED, "prefetch": {"depth": depth}}
-    trainer = make_trainer(strategy | own)
+    own_values = {"sharding_types": types, "tables": GATHERED, "prefetch": {"depth": depth}}
+    trainer = make_trainer(strategy | own_values)
     batches = loader([batch_of(step, rank) for step in range(STEPS)])
     trainer.fit(model, batches, loader([batch_of(STEPS, rank)]))
     predicted = trainer.predict(model, loader([batch_of(STEPS, rank)]))[0]  # type: ignore[index]
     with torch.no_grad():
         called = model.predict_step(batch_of(STEPS, rank), 0)
-    why = [] if trainer.strategy.run_tables is None else [trainer.strategy.run_tables.updates]  # type: ignore[attr-defined]
-    return {"state": whole_state(model), "predicted": predicted, "called": called, "why": why}
+    reason = [] if trainer.strategy.run_tables is None else [trainer.strategy.run_tables.updates]  # type: ignore[attr-defined]
+    return {"state": whole_state(model), "predicted": predicted, "called": called, "why": reason}
 
 
 @pytest.mark.parametrize(
@@ -44,15 +44,15 @@ def _train(name: str, types: list[str], depth: int) -> dict[str, Any]:
 )
 def test_gathered_weights_train_as_in_one_process(num_ranks: int, types: list[str]) -> None:
     cases = {name: (_train, name, types, depth) for depth, name in zip((3, 1), MODELS, strict=True)}
-    found = run_each_on_ranks(cases, num_ranks)
+    actual = run_each_on_ranks(cases, num_ranks)
     for name, (kind, batch_of, _) in MODELS.items():
         batches = [[batch_of(step, rank) for rank in range(num_ranks)] for step in range(STEPS)]
-        wanted = train_unsharded(seeded(kind), batches)
-        assert too_far(found[0][name]["state"], wanted.state_dict(), 1e-5) == {}, name
+        expected = train_unsharded(seeded(kind), batches)
+        assert too_far(actual[0][name]["state"], expected.state_dict(), 1e-5) == {}, name
         for rank in range(num_ranks):
-            scores = wanted.eval().predict_step(batch_of(STEPS, rank), 0)
-            for what in ("predicted", "called"):
-                torch.testing.assert_close(found[rank][name][what], scores, atol=1e-4, rtol=1e-4)
+            scores = expected.eval().predict_step(batch_of(STEPS, rank), 0)
+            for description in ("predicted", "called"):
+                torch.testing.assert_close(actual[rank][name][description], scores, atol=1e-4, rtol=1e-4)
 
 
 def test_options_that_a_gathered_weight_cannot_have_are_refused() -> None:
@@ -79,15 +79,15 @@ def _left_whole(strategy: dict[str, Any]) -> tuple[list[str], list[str], dict[st
 def test_tables_whose_weight_is_read_stay_on_every_rank_unless_they_are_gathered() -> None:
     texts, sharded, state = run_on_warm_ranks(_left_whole, 2, {"convert_embeddings": "all"})[0]
     assert sharded == ["position_embedding"]
-    said = "'item_embedding' is not sharded, every rank has all of it: its weight is read in TiedSASRec."
-    assert [text for text in texts if text.startswith(said) and "{'gathered_weight': True}" in text]
+    message = "'item_embedding' is not sharded, every rank has all of it: its weight is read in TiedSASRec."
+    assert [text for text in texts if text.startswith(message) and "{'gathered_weight': True}" in text]
     batches = [[sequences(step, rank) for rank in range(2)] for step in range(STEPS)]
     assert too_far(state, train_unsharded(seeded(TiedSASRec), batches).state_dict(), 1e-5) == {}
 
 
 def test_a_named_table_whose_weight_is_read_is_named_before_the_step_that_raises() -> None:
-    said = "(?s)Error: the weight of the sharded table 'item_embedding' was read .*gathered_weight"
-    with pytest.raises(RankFailed, match=said):
+    message = "(?s)Error: the weight of the sharded table 'item_embedding' was read .*gathered_weight"
+    with pytest.raises(RankFailed, match=message):
         run_on_warm_ranks(_left_whole, 2, {"convert_embeddings": ["item_embedding"]})
     with pytest.raises(RankFailed, match="UserWarning: the weight of table 'item_embedding' is read in TiedSASRec"):
         run_on_warm_ranks(_raises_warnings, 2)

@@ -47,20 +47,20 @@ def _first_loss(pooling: str) -> float:
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 @pytest.mark.parametrize("cut", ["table_wise", "column_wise"])
 def test_variable_batches_look_up_what_the_unsharded_tables_would(cut: str, pooling: str) -> None:
-    found = run_on_warm_ranks(_train, 2, cut, (torch.optim.SGD, {"lr": 1.0}), pooling)[0]
-    assert found[0] == pytest.approx(_first_loss(pooling), abs=1e-6)
-    assert len(found) == 4
+    actual = run_on_warm_ranks(_train, 2, cut, (torch.optim.SGD, {"lr": 1.0}), pooling)[0]
+    assert actual[0] == pytest.approx(_first_loss(pooling), abs=1e-6)
+    assert len(actual) == 4
 
 
 @pytest.mark.parametrize(
-    ("cut", "optimizer", "pooling", "said"),
+    ("cut", "optimizer", "pooling", "message"),
     [
         ("data_parallel", (torch.optim.Adam, {}), "sum", "because it is data_parallel"),
         ("row_wise", (torch.optim.SGD, {"lr": 1.0}), "mean", "a mean-pooled table of it is sharded by rows"),
     ],
 )
 def test_variable_batches_that_the_kernels_get_wrong_are_reported(
-    cut: str, optimizer: Any, pooling: str, said: str
+    cut: str, optimizer: Any, pooling: str, message: str
 ) -> None:
-    with pytest.raises(RankFailed, match=f"ShardingError: 'ebc' was called with unequal batch sizes.*{said}"):
+    with pytest.raises(RankFailed, match=f"ShardingError: 'ebc' was called with unequal batch sizes.*{message}"):
         run_on_warm_ranks(_train, 2, cut, optimizer, pooling)

@@ -21,7 +21,7 @@ def features(*ids: int, lengths: tuple[int, ...] = (1, 2, 0, 3)) -> KeyedJaggedT
 
 
 @pytest.mark.parametrize(
-    ("ids", "found"),
+    ("ids", "actual"),
     [
         ((0, 9, 5, 10, 99, 50), NO_IDS),
         ((0, 10, 5, 10, 99, 50), (0, 99)),
@@ -30,9 +30,9 @@ def features(*ids: int, lengths: tuple[int, ...] = (1, 2, 0, 3)) -> KeyedJaggedT
         ((0, 9, 5, -1, 99, 50), (-1, 99)),
     ],
 )
-def test_extreme_ids_are_told_where_one_is_out_of_range(ids: tuple[int, ...], found: tuple[int, int]) -> None:
+def test_extreme_ids_are_told_where_one_is_out_of_range(ids: tuple[int, ...], actual: tuple[int, int]) -> None:
     with patch.object(gpu, "is_on_gpu", lambda tensor: True):
-        assert check_batch("it", features(*ids), None, LIMITS) == found
+        assert check_batch("it", features(*ids), None, LIMITS) == actual
     assert check_batch("it", features(*ids), None, LIMITS) == (min(ids), max(ids)), "a CPU reads them at once"
 
 

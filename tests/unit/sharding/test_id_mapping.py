@@ -33,13 +33,13 @@ def _run(spec: MappingSpec, num_ranks: int, steps: int = 15) -> tuple[list[Tenso
     parts = [IdMapping(spec, rank * share, share, CPU) for rank in range(num_ranks)]
     rows, evicted = [], []
     for step in range(steps):
-        ids, found, lost = _ids(step), torch.empty(64, dtype=torch.long), []
+        ids, actual, lost = _ids(step), torch.empty(64, dtype=torch.long), []
         for rank, part in enumerate(parts):
-            mine = ids % BUCKETS // share == rank
-            lost.append(part.learn(ids[mine]) + part.first_row)
-            found[mine] = part.find(ids[mine]) + part.first_row
+            local = ids % BUCKETS // share == rank
+            lost.append(part.learn(ids[local]) + part.first_row)
+            actual[local] = part.find(ids[local]) + part.first_row
             part.optimizer_stepped()
-        rows.append(found)
+        rows.append(actual)
         evicted.append(torch.cat(lost).sort().values)
     return rows, evicted
 
@@ -75,8 +75,8 @@ def test_rows_are_those_of_a_loop_over_ids(name: str, monkeypatch: pytest.Monkey
         draw = torch.Generator().manual_seed(step)
         ids = (torch.rand(size, generator=draw) ** 2 * kinds).long()
         ttl_hours = [torch.arange(size) % 2 * 3] if spec.ttl_by_feature else []
-        evicted, wanted = fast.learn(ids, *ttl_hours), loop.learn(ids, *ttl_hours)
-        assert torch.equal(evicted.sort().values, wanted.sort().values)
+        evicted, expected = fast.learn(ids, *ttl_hours), loop.learn(ids, *ttl_hours)
+        assert torch.equal(evicted.sort().values, expected.sort().values)
         torch.testing.assert_close(fast.tensors, loop.tensors, rtol=0, atol=0)
         assert fast.counts == loop.counts
         num_evicted += len(evicted)
@@ -102,17 +102,17 @@ def test_a_row_belongs_to_one_id_and_those_that_wait_for_the_optimizer_stay() ->
     mapping = IdMapping(MappingSpec(8, 1, policy="lru", num_reserved=1), 0, 1, CPU)
     first, second = torch.arange(100, 107), torch.arange(200, 204)
     assert mapping.learn(first).numel() == 0
-    own = mapping.find(first)
-    assert sorted(own.tolist()) == list(range(7))
+    own_values = mapping.find(first)
+    assert sorted(own_values.tolist()) == list(range(7))
     assert mapping.learn(second).numel() == 0
     assert mapping.find(second).tolist() == [7] * 4, "the reserved row"
-    assert torch.equal(mapping.find(first), own)
+    assert torch.equal(mapping.find(first), own_values)
     mapping.optimizer_stepped()
     mapping.learn(first[:2])
     evicted = mapping.learn(second)
     assert sorted(evicted.tolist()) == sorted(mapping.find(second).tolist())
-    assert torch.equal(mapping.find(first[:2]), own[:2])
-    assert not set(evicted.tolist()) & set(own[:2].tolist())
+    assert torch.equal(mapping.find(first[:2]), own_values[:2])
+    assert not set(evicted.tolist()) & set(own_values[:2].tolist())
     counts = mapping.counts
     assert (counts.looked_up, counts.shared, counts.evicted) == (17, 4, 4)
 
@@ -131,21 +131,21 @@ def test_the_least_recently_and_the_least_frequently_used_rows_go_first() -> Non
 
 def test_an_id_gets_a_row_after_some_sights() -> None:
     mapping = IdMapping(MappingSpec(64, 1, min_sights=3, num_reserved=1), 0, 1, CPU)
-    for wanted in (True, True, False, False):
+    for expected in (True, True, False, False):
         mapping.learn(torch.tensor([12345]))
-        assert (mapping.find(torch.tensor([12345])).item() == 63) == wanted
+        assert (mapping.find(torch.tensor([12345])).item() == 63) == expected
 
 
 def test_buckets_depend_on_the_rows_alone_and_rows_fill_them() -> None:
-    found = {rows: dynamic_spec(rows, None, "lru", 1) for rows in (3, 100, 20_000, 10_000_000)}
-    assert {rows: (spec.num_buckets, spec.num_rows) for rows, spec in found.items()} == {
+    actual = {rows: dynamic_spec(rows, None, "lru", 1) for rows in (3, 100, 20_000, 10_000_000)}
+    assert {rows: (spec.num_buckets, spec.num_rows) for rows, spec in actual.items()} == {
         3: (2, 4),
         100: (12, 108),
         20_000: (120, 20_040),
         10_000_000: (20_160, 10_019_520),
     }
-    assert found[10_000_000].buckets_obstacle(64) == ""
-    assert "set buckets" in found[100].buckets_obstacle(5).lower()
+    assert actual[10_000_000].buckets_obstacle(64) == ""
+    assert "set buckets" in actual[100].buckets_obstacle(5).lower()
 
 
 def test_what_torchrec_maps_in_another_way_says_so() -> None:
@@ -160,18 +160,18 @@ def test_what_torchrec_maps_in_another_way_says_so() -> None:
 def test_ids_with_structure_are_spread_evenly_and_stay_different() -> None:
     numbers = torch.arange(36_000)
     for ids in (numbers, numbers * 2**40, numbers * 720, numbers + 2**63 - 36_000):
-        found = mixed(ids)
-        assert found.unique().numel() == 36_000
-        assert int(found.min()) >= 0
-        counts = torch.bincount(found % 720, minlength=720)
+        actual = mixed(ids)
+        assert actual.unique().numel() == 36_000
+        assert int(actual.min()) >= 0
+        counts = torch.bincount(actual % 720, minlength=720)
         assert int(counts.min()) > 15
         assert int(counts.max()) < 100
 
 
 def test_a_feature_of_two_tables_is_mapped_for_both_or_for_none() -> None:
     configs = [EmbeddingBagConfig(name=name, embedding_dim=4, num_embeddings=24, feature_names=["f"]) for name in "ab"]
-    one, other = find_tables(torch.nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=configs)})).tables
-    mapped = replace(one, mapping=dynamic_spec(24, 6, "lru", 1))
-    refuse_shared_features([one, other])
+    first, other = find_tables(torch.nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=configs)})).tables
+    mapped = replace(first, mapping=dynamic_spec(24, 6, "lru", 1))
+    refuse_shared_features([first, other])
     with pytest.raises(ConfigError, match="feature 'f' is looked up in tables 'ebc.a' and 'ebc.b', of which one"):
         refuse_shared_features([mapped, other])

@@ -47,8 +47,8 @@ def test_rows_that_wait_for_the_optimizer_are_not_taken() -> None:
     mapping.optimizer_stepped()
     evicted = mapping.learn(_bucket_ids(1, 5)).tolist()
     assert sorted(mapping.find(_bucket_ids(1, 4, 5)).tolist()) == sorted(evicted)
-    (left,) = set(rows.tolist()) - set(evicted)
-    assert sorted(mapping.find(_bucket_ids(1, 1, 2, 3)).tolist()) == [left, 7, 7]
+    (remaining,) = set(rows.tolist()) - set(evicted)
+    assert sorted(mapping.find(_bucket_ids(1, 1, 2, 3)).tolist()) == [remaining, 7, 7]
 
 
 def test_a_state_loads_in_parts_and_one_of_other_buckets_is_refused() -> None:
@@ -61,8 +61,8 @@ def test_a_state_loads_in_parts_and_one_of_other_buckets_is_refused() -> None:
     for source in (full, mixed):
         part = _mapping(2, 2)
         assert part.load(source) == ""
-        own = ids[torch.isin(ids % BUCKETS, torch.tensor([2, 3]))]
-        torch.testing.assert_close(part.find(own) + part.first_row, whole.find(own))
+        own_values = ids[torch.isin(ids % BUCKETS, torch.tensor([2, 3]))]
+        torch.testing.assert_close(part.find(own_values) + part.first_row, whole.find(own_values))
     assert "outside of the bucket that they have with buckets=3" in _mapping(0, 3, buckets=3).load(full)
     assert "maps ids to 48 rows, but there are (24,)" in _mapping(scale=2).load(full)
     lying = {**state, MCH_ROWS: ChunkedTensor((24,), torch.int64, [])}

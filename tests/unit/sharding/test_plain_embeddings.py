@@ -36,8 +36,8 @@ def _root(**children: nn.Module) -> nn.Module:
     return root
 
 
-def _found(root: nn.Module, which: Any = "all", min_rows: int = 100_000) -> FoundTables:
-    return find_tables(root, Conversion(which, min_rows))
+def _found(root: nn.Module, selected: Any = "all", min_rows: int = 100_000) -> FoundTables:
+    return find_tables(root, Conversion(selected, min_rows))
 
 
 def test_embeddings_are_found_in_nested_places_under_their_own_names() -> None:
@@ -54,22 +54,22 @@ def test_embeddings_are_found_in_nested_places_under_their_own_names() -> None:
 def test_a_module_under_two_names_is_one_table_that_either_name_names() -> None:
     root = _root(user=nn.Embedding(9, 8))
     root.item = root.user
-    for which in ("all", ["user"], ["item"], ["user", "item"]):
-        assert [table.full_name for table in _found(root, which).tables] == ["user"]
+    for selected in ("all", ["user"], ["item"], ["user", "item"]):
+        assert [table.full_name for table in _found(root, selected).tables] == ["user"]
 
 
 def test_auto_takes_tables_of_min_rows_and_reports_nothing_of_smaller_ones() -> None:
     root = _root(small=nn.Embedding(9, 8), large=nn.Embedding(10, 8), odd=nn.Embedding(9, 6))
-    found = _found(root, "auto", 10)
-    assert [table.full_name for table in found.tables] == ["large"]
-    assert found.left_alone == {}
+    actual = _found(root, "auto", 10)
+    assert [table.full_name for table in actual.tables] == ["large"]
+    assert actual.left_alone == {}
     assert _found(root, "auto", 9).left_alone.keys() == {"odd"}
     assert _found(root, "auto").tables == []
 
 
 def test_none_takes_none_and_reports_nothing() -> None:
-    found = _found(_root(item=nn.Embedding(9, 8), odd=nn.Embedding(9, 6)), "none")
-    assert found == FoundTables([], {})
+    actual = _found(_root(item=nn.Embedding(9, 8), odd=nn.Embedding(9, 6)), "none")
+    assert actual == FoundTables([], {})
 
 
 WHOLE: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -90,11 +90,11 @@ WHOLE: dict[str, tuple[Callable[[], nn.Module], str]] = {
 def test_what_cannot_be_exact_stays_whole_with_the_reason_or_is_refused_where_it_is_listed(name: str) -> None:
     make, reason = WHOLE[name]
     root = _root(odd=make(), item=nn.Embedding(9, 8))
-    for which in ("all", "auto"):
-        found = _found(root, which, 9)
-        assert [table.full_name for table in found.tables] == ["item"]
-        assert found.left_alone.keys() == {"odd"}
-        assert re.search(reason, found.left_alone["odd"])
+    for selected in ("all", "auto"):
+        actual = _found(root, selected, 9)
+        assert [table.full_name for table in actual.tables] == ["item"]
+        assert actual.left_alone.keys() == {"odd"}
+        assert re.search(reason, actual.left_alone["odd"])
     with pytest.raises(ShardingError, match=f"convert_embeddings: 'odd' cannot be sharded: .*{reason}"):
         _found(root, ["odd"])
 
@@ -102,9 +102,9 @@ def test_what_cannot_be_exact_stays_whole_with_the_reason_or_is_refused_where_it
 def test_a_weight_that_another_module_has_too_stays_whole_and_names_it() -> None:
     root = _root(item=nn.Embedding(9, 8), output=nn.Linear(8, 9, bias=False), other=nn.Embedding(9, 8))
     root.output.weight = root.item.weight
-    found = _found(root)
-    assert [table.full_name for table in found.tables] == ["other"]
-    assert found.left_alone == {"item": "its weight is also 'output.weight'"}
+    actual = _found(root)
+    assert [table.full_name for table in actual.tables] == ["other"]
+    assert actual.left_alone == {"item": "its weight is also 'output.weight'"}
     root.other.weight = root.item.weight
     assert _found(root).tables == []
 
@@ -119,10 +119,10 @@ def test_an_unknown_path_is_reported_with_a_near_match_and_those_there_are() -> 
         _found(_root(head=nn.Linear(8, 1)), ["item"])
 
 
-@pytest.mark.parametrize("which", ["every", "All", ""])
-def test_an_unknown_way_to_convert_is_reported(which: str) -> None:
+@pytest.mark.parametrize("selected", ["every", "All", ""])
+def test_an_unknown_way_to_convert_is_reported(selected: str) -> None:
     with pytest.raises(ConfigError, match="convert_embeddings=.*'auto', 'all', 'none' or a list"):
-        Conversion(which)  # type: ignore[arg-type]
+        Conversion(selected)  # type: ignore[arg-type]
 
 
 def test_min_rows_must_be_above_zero() -> None:
@@ -141,7 +141,7 @@ def test_options_of_a_table_are_given_by_its_path() -> None:
 
 def test_finding_tables_changes_nothing_in_the_module() -> None:
     item = nn.Embedding(9, 8, padding_idx=0)
-    weight, before = item.weight, item.weight.detach().clone()
+    weight, previous = item.weight, item.weight.detach().clone()
     _found(_root(item=item))
     assert item.weight is weight
-    assert torch.equal(item.weight, before)
+    assert torch.equal(item.weight, previous)

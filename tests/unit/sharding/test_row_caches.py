@@ -95,8 +95,8 @@ def test_averages_are_of_trained_rows_and_swapping_them_is_seen(kernel: CachedKe
     module.weight = kernel.weight
     copies = WeightCopies(module, dict, has_tables=True)
     kernel.train(0)
-    for mine, theirs in zip(copies.parameters(), [kernel.host], strict=True):
-        mine.data.mul_(0).add_(theirs * 100)
+    for local, remote in zip(copies.parameters(), [kernel.host], strict=True):
+        local.data.mul_(0).add_(remote * 100)
     copies._exchange()
     assert kernel.look_up(0).tolist() == [300, 300]
     copies._exchange()

@@ -27,7 +27,7 @@ BAGS = 40
 
 def kernel_and_shards(features: list[int]) -> tuple[Any, list[LocalShard]]:
     torch.manual_seed(1)
-    specs = [(*of, EmbeddingLocation.HOST, ComputeDevice.CPU) for of in TABLES.values()]
+    specs = [(*item, EmbeddingLocation.HOST, ComputeDevice.CPU) for item in TABLES.values()]
     kernel = SplitTableBatchedEmbeddingBagsCodegen(
         specs,
         feature_table_map=features,
@@ -55,19 +55,19 @@ def ids_of(features: list[int]) -> tuple[Tensor, Tensor]:
 def gradients(features: list[int], streams: EmulatedStreams | None = None) -> list[Any]:
     """Return the shards' gradients; streams: on an emulated GPU."""
     kernel, shards = kernel_and_shards(features)
-    ids, offsets = (of.to(CPU) for of in ids_of(features))
+    ids, offsets = (item.to(CPU) for item in ids_of(features))
     kernel(indices=ids, offsets=offsets)  # numbers of the kernel's features are sent to the GPU once
-    found = kernel(indices=ids, offsets=offsets)
-    factors = torch.randn(found.shape, generator=torch.Generator().manual_seed(3))
+    actual = kernel(indices=ids, offsets=offsets)
+    factors = torch.randn(actual.shape, generator=torch.Generator().manual_seed(3))
     if streams is not None:
         streams.found.waits.clear()
-    (found * factors).sum().backward()
+    (actual * factors).sum().backward()
     return [shard.weight.grad for shard in shards]
 
 
 def test_sums_are_those_of_an_embedding_in_double_precision_and_the_host_does_not_wait() -> None:
     with emulated_streams() as streams:
-        found = gradients(FEATURES, streams)
+        actual = gradients(FEATURES, streams)
         waits, hazards = list(streams.found.waits), list(streams.found.hazards)
     assert waits == []
     assert hazards == []
@@ -80,9 +80,9 @@ def test_sums_are_those_of_an_embedding_in_double_precision_and_the_host_does_no
         weight = torch.zeros(rows, dim, dtype=torch.double, requires_grad=True)
         for f, table in enumerate(FEATURES):
             if table == number:
-                own = offsets[f * BAGS : (f + 1) * BAGS] - offsets[f * BAGS]
-                (embedding_bag(ids[pieces[f]], weight, own, mode="sum") * factors[f]).sum().backward()
-        grad = found[number]
+                own_values = offsets[f * BAGS : (f + 1) * BAGS] - offsets[f * BAGS]
+                (embedding_bag(ids[pieces[f]], weight, own_values, mode="sum") * factors[f]).sum().backward()
+        grad = actual[number]
         assert grad.is_coalesced()
         assert torch.equal(grad.indices(), on_cpu[number].coalesce().indices()), "rows ascend, each of them once"
         torch.testing.assert_close(grad.to_dense().double(), weight.grad, rtol=1e-5, atol=1e-5)
@@ -91,10 +91,10 @@ def test_sums_are_those_of_an_embedding_in_double_precision_and_the_host_does_no
 def test_features_that_are_not_in_the_order_of_their_tables_are_summed_by_torch() -> None:
     features = [2, 0, 1]
     with emulated_streams() as streams:
-        found = gradients(features, streams)
-        assert {what.partition(".")[0] for _, what, _ in streams.found.waits} == {"_coalesce"}
-    for one, other in zip(found, gradients(features), strict=True):
-        assert torch.equal(one.to_dense(), other.to_dense())
+        actual = gradients(features, streams)
+        assert {description.partition(".")[0] for _, description, _ in streams.found.waits} == {"_coalesce"}
+    for first, other in zip(actual, gradients(features), strict=True):
+        assert torch.equal(first.to_dense(), other.to_dense())
 
 
 @pytest.mark.parametrize("used", [{"a"}, {"a", "b", "empty"}])
@@ -103,11 +103,11 @@ def test_tables_that_no_loss_has_used_get_no_gradient_for_one_wait(used: set[str
         kernel, shards = kernel_and_shards(FEATURES)
         for shard in shards:
             shard.used = used
-        ids, offsets = (of.to(CPU) for of in ids_of(FEATURES))
-        found = kernel(indices=ids, offsets=offsets)
+        ids, offsets = (item.to(CPU) for item in ids_of(FEATURES))
+        actual = kernel(indices=ids, offsets=offsets)
         streams.found.waits.clear()
-        found[:, :8].sum().backward()
-        waits = [what for _, what, _ in streams.found.waits]
+        actual[:, :8].sum().backward()
+        waits = [description for _, description, _ in streams.found.waits]
     assert waits == ["tolist"] * (used == {"a"})
     assert [shard.weight.grad is None for shard in shards] == [shard.table not in used for shard in shards]
 

@@ -24,5 +24,5 @@ def test_a_table_keeps_an_optimizer_in_its_foreach_form_with_the_same_numbers() 
 
     table = make_freezable(TableBatchedEmbeddingSlice(nn.Parameter(torch.zeros(6)), 0, 6, 3, 2))
     assert type(table) in _foreach_supported_types, _torch.use_foreach_for.__doc__
-    for one, other in zip(step(True), step(False), strict=True):
-        assert torch.equal(one, other)
+    for first, other in zip(step(True), step(False), strict=True):
+        assert torch.equal(first, other)

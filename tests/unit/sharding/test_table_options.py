@@ -51,10 +51,10 @@ def two_of_one_name() -> list[Table]:
 
 
 def demand(
-    kernels: tuple[str, ...] = ("fused",), factors: tuple[float, ...] | None = None, **said: Any
+    kernels: tuple[str, ...] = ("fused",), factors: tuple[float, ...] | None = None, **message: Any
 ) -> TableConstraints:
     """Return a demand of a table that may be cut in any of two ways."""
-    options = TableOptions(**said)
+    options = TableOptions(**message)
     return TableConstraints(
         ("table_wise", "row_wise"), False, options, compute_kernels=kernels, pooling_factors=factors
     )
@@ -62,20 +62,20 @@ def demand(
 
 def test_options_of_a_table_override_those_of_all() -> None:
     everywhere = TableOptions(embedding_update="auto", sharding_types=["row_wise"])
-    given = {"t": {"embedding_update": "dense"}, "second.t": TableOptions(min_partition=8)}
-    options = options_by_table(two_of_one_name(), everywhere, given)
+    arguments = {"t": {"embedding_update": "dense"}, "second.t": TableOptions(min_partition=8)}
+    options = options_by_table(two_of_one_name(), everywhere, arguments)
     assert options["first.t"] == TableOptions(embedding_update="dense", sharding_types=["row_wise"])
     assert options["second.t"] == TableOptions(embedding_update="dense", sharding_types=["row_wise"], min_partition=8)
 
 
 def test_later_patterns_override_earlier_ones_and_names_override_patterns_wherever_they_stand() -> None:
-    given = {
+    arguments = {
         "user_id": {"min_partition": 16},
         "user_*": {"sharding_types": ["row_wise"], "min_partition": 4, "pooling_factor": 8.0},
         "ebc.*": {"sharding_types": ["column_wise"]},
         "item_?": {"pooling_factor": 2.5},
     }
-    options = options_by_table(tables_named("user_id", "user_zip", "item_a", "item_ab"), TableOptions(), given)
+    options = options_by_table(tables_named("user_id", "user_zip", "item_a", "item_ab"), TableOptions(), arguments)
     cut = {"sharding_types": ["column_wise"]}
     assert options == {
         "ebc.user_id": TableOptions(min_partition=16, pooling_factor=8.0, **cut),
@@ -86,19 +86,19 @@ def test_later_patterns_override_earlier_ones_and_names_override_patterns_wherev
 
 
 def test_what_a_pattern_keeps_whole_forgets_what_was_given_before_and_a_name_may_take_it_back() -> None:
-    given = {
+    arguments = {
         "*": {"sharding_types": ["row_wise"]},
         "small_*": {"replicated": True},
         "small_b": {"replicated": False, "pooling_factor": 2.0},
     }
-    options = options_by_table(tables_named("small_a", "small_b"), TableOptions(embedding_update="fused"), given)
+    options = options_by_table(tables_named("small_a", "small_b"), TableOptions(embedding_update="fused"), arguments)
     assert options["ebc.small_a"] == TableOptions(replicated=True)
     as_all = TableOptions(embedding_update="fused", sharding_types=["row_wise"], replicated=False, pooling_factor=2.0)
     assert options["ebc.small_b"] == as_all
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "message"),
     [
         (["t"], r"tables=\['t'\]: a dict from table names to options is needed"),
         ({"tt": {}}, "there is no table 'tt'; did you mean 't'.*The tables are ebc.t"),
@@ -128,9 +128,9 @@ def test_what_a_pattern_keeps_whole_forgets_what_was_given_before_and_a_name_may
         ),
     ],
 )
-def test_options_that_cannot_be_are_reported_with_near_matches(given: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        options_by_table(tables_named("t"), TableOptions(), given)
+def test_options_that_cannot_be_are_reported_with_near_matches(arguments: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        options_by_table(tables_named("t"), TableOptions(), arguments)
 
 
 @pytest.mark.parametrize(
@@ -154,17 +154,17 @@ def test_the_kernels_that_are_possible(types: list[str], kept_gradient: bool, de
 
 
 @pytest.mark.parametrize(
-    ("types", "kept_gradient", "device", "why"),
+    ("types", "kept_gradient", "device", "reason"),
     [
         (["row_wise"], False, "cpu", "on cpu rows are in the host's memory already"),
         (["row_wise"], True, "cuda", "the optimizer steps on the rows itself"),
         (["data_parallel"], False, "cuda", "a data_parallel table has the dense kernel"),
     ],
 )
-def test_a_cache_is_refused_where_there_can_be_none(types: Any, kept_gradient: bool, device: str, why: str) -> None:
+def test_a_cache_is_refused_where_there_can_be_none(types: Any, kept_gradient: bool, device: str, reason: str) -> None:
     (table,) = tables_named("t")
     options = TableOptions(cache_load_factor=0.25)
-    with pytest.raises(PlanError, match=f"table 'ebc.t': cache_load_factor=0.25 is for.*: {why}.*Leave cache_lo"):
+    with pytest.raises(PlanError, match=f"table 'ebc.t': cache_load_factor=0.25 is for.*: {reason}.*Leave cache_lo"):
         allowed_kernels(table, types, options, kept_gradient, device)
     assert "fused_uvm_caching" in allowed_kernels(table, ["row_wise"], options, False, "cuda")
 
@@ -206,8 +206,8 @@ def test_tables_of_one_name_get_what_suits_both_or_an_error() -> None:
     def both(first: TableConstraints, second: TableConstraints) -> Any:
         return torchrec_constraints(tables, {"first.t": first, "second.t": second})["t"]
 
-    found = both(demand(("fused", "fused_uvm"), pooling_factor=9.0), demand(("fused",)))
-    assert (found.compute_kernels, found.pooling_factors) == (["fused"], [9.0])
+    actual = both(demand(("fused", "fused_uvm"), pooling_factor=9.0), demand(("fused",)))
+    assert (actual.compute_kernels, actual.pooling_factors) == (["fused"], [9.0])
     with pytest.raises(PlanError, match="table 'second.t': another table is called 't' too, and no kernel suits both"):
         both(demand(("fused_uvm",)), demand(("fused",)))
     with pytest.raises(PlanError, match="no cache suits both"):
@@ -265,14 +265,14 @@ def from_yaml(text: str, folder: Path) -> TorchRecShardedStrategy:
 
 def test_options_say_the_same_from_yaml_and_from_code(tmp_path: Path) -> None:
     tables = tables_named("user_id", "user_zip", "item_a", "item_b")
-    coded = TorchRecShardedStrategy(tables={name: TableOptions(**said) for name, said in SAID.items()})
+    coded = TorchRecShardedStrategy(tables={name: TableOptions(**message) for name, message in SAID.items()})
     as_dicts = TorchRecShardedStrategy(tables=SAID)
     parsed = from_yaml(YAML, tmp_path)
-    wanted = options_by_table(tables, TableOptions(embedding_update="auto"), SAID)
-    assert wanted["ebc.user_zip"].pooling_factor == 64
+    expected = options_by_table(tables, TableOptions(embedding_update="auto"), SAID)
+    assert expected["ebc.user_zip"].pooling_factor == 64
     for strategy in (coded, as_dicts, parsed):
         settings = strategy.table_settings
-        assert options_by_table(tables, settings.default_options, settings.table_options) == wanted
+        assert options_by_table(tables, settings.default_options, settings.table_options) == expected
     assert parsed.table_settings.planning.estimate_pooling == 4
 
 

@@ -39,9 +39,9 @@ def test_a_subclass_is_left_alone_with_the_reason() -> None:
 
     root = nn.Module()
     root.mine = Mine(tables=bag_configs())
-    found = find_tables(root)
-    assert found.tables == []
-    assert found.left_alone == {"mine": "Mine is a subclass and may compute something else"}
+    actual = find_tables(root)
+    assert actual.tables == []
+    assert actual.left_alone == {"mine": "Mine is a subclass and may compute something else"}
 
 
 def test_output_names_are_those_of_the_unsharded_collection() -> None:
@@ -53,23 +53,23 @@ def test_output_names_are_those_of_the_unsharded_collection() -> None:
 def test_a_collection_with_a_dim_that_is_no_multiple_of_four_is_left_alone_with_the_next_that_is() -> None:
     root = nn.Module()
     root.even, root.odd = bags(), bags(embedding_dim=10)
-    both = [EmbeddingConfig(name=f"t{dim}", embedding_dim=dim, num_embeddings=5) for dim in (16, 10)]
+    pair = [EmbeddingConfig(name=f"t{dim}", embedding_dim=dim, num_embeddings=5) for dim in (16, 10)]
     root.mixed = EmbeddingBagCollection(
-        tables=[EmbeddingBagConfig(**vars(c) | {"feature_names": [c.name]}) for c in both]
+        tables=[EmbeddingBagConfig(**vars(c) | {"feature_names": [c.name]}) for c in pair]
     )
-    found = find_tables(root)
-    assert [table.full_name for table in found.tables] == ["even.t"]
-    assert [table.full_name for table in found.odd_tables] == ["odd.t", "mixed.t16", "mixed.t10"]
-    said = "table '{}' has embedding_dim=10, but FBGEMM's rows come in multiples of 4 columns, so that only "
-    said += "embedding_dim=12 would be sharded"
-    assert found.left_alone == {"odd": said.format("t"), "mixed": said.format("t10")}
+    actual = find_tables(root)
+    assert [table.full_name for table in actual.tables] == ["even.t"]
+    assert [table.full_name for table in actual.odd_tables] == ["odd.t", "mixed.t16", "mixed.t10"]
+    message = "table '{}' has embedding_dim=10, but FBGEMM's rows come in multiples of 4 columns, so that only "
+    message += "embedding_dim=12 would be sharded"
+    assert actual.left_alone == {"odd": message.format("t"), "mixed": message.format("t10")}
 
 
 def test_a_weight_of_a_sharded_table_and_of_a_collection_that_is_left_alone_is_reported() -> None:
     root = nn.Module()
     odd = EmbeddingBagConfig(name="o", embedding_dim=10, num_embeddings=5, feature_names=["g"])
-    same = EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=10, feature_names=["f"])
-    root.first, root.second = bags(), EmbeddingBagCollection(tables=[odd, same])
+    is_equal = EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=10, feature_names=["f"])
+    root.first, root.second = bags(), EmbeddingBagCollection(tables=[odd, is_equal])
     root.first.embedding_bags["t"].weight = root.second.embedding_bags["t"].weight
     with pytest.raises(ShardingError, match="tables 'second.t' and 'first.t' share one weight"):
         find_tables(root)

@@ -42,12 +42,12 @@ class Chosen(Features):
 
 
 def _reads(model: Features) -> dict[str, str]:
-    found = weight_reads(model)
-    return {name: found[id(child)] for name, child in model.named_modules() if id(child) in found}
+    actual = weight_reads(model)
+    return {name: actual[id(child)] for name, child in model.named_modules() if id(child) in actual}
 
 
 def test_weights_that_are_read_are_found_by_name_by_place_and_in_properties() -> None:
-    known = {"by_place.0": "Features.forward", "by_place.1": "Features.forward", "mask": "Features.forward"}
-    known |= {"codes": "Codes.similar", "by_name.user": "Features.user_weight"}
-    assert _reads(Features()) == known
-    assert _reads(Chosen()) == known | {"by_name.item": "Chosen.chosen", "by_name.user": "Chosen.chosen"}
+    expected = {"by_place.0": "Features.forward", "by_place.1": "Features.forward", "mask": "Features.forward"}
+    expected |= {"codes": "Codes.similar", "by_name.user": "Features.user_weight"}
+    assert _reads(Features()) == expected
+    assert _reads(Chosen()) == expected | {"by_name.item": "Chosen.chosen", "by_name.user": "Chosen.chosen"}
