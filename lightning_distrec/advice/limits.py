@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lightning_distrec.advice.dry_job import DryJob, describe_misfit, make_decisions, make_facts
 from lightning_distrec.advice.dry_module import DryModule
@@ -36,8 +37,8 @@ class Edge:
     """Why the search ended early; "" if it did not."""
 
 
-class _TimeIsUp(Exception):
-    """The next try would take too long."""
+Following = Callable[[int | None, int | None], int | None]
+"""The possible and the impossible number that are nearest to each other -> the number to try; None: the edge is found."""
 
 
 class EdgeSearch:
@@ -46,7 +47,7 @@ class EdgeSearch:
     def __init__(
         self, obstacle_to: ObstacleTo, obstacles: dict[int, str], max_seconds: float, seconds_of_try: float
     ) -> None:
-        """known: number -> the result of `why_not`. seconds_of_try: estimated time of the first try."""
+        """obstacles: what is known already, as `obstacle_to` returns it. seconds_of_try: estimated for the first."""
         self._obstacle_to = obstacle_to
         self._obstacles = dict(obstacles)
         self._max_seconds = max_seconds
@@ -56,73 +57,57 @@ class EdgeSearch:
 
     def largest(self, start: int, upper: int) -> Edge:
         """Return the largest possible number from 1 to `upper`; `start` is tried first."""
-        possible = impossible = None
-        stopped = ""
-        try:
-            number = start
-            if self._can(number):
-                possible = number
-                while impossible is None and possible < upper:
-                    number = min(upper, 1 << possible.bit_length())
-                    possible, impossible = (number, None) if self._can(number) else (possible, number)
-            else:
-                impossible = number
-                while possible is None and impossible > 1:
-                    number = 1 << (impossible - 1).bit_length() - 1
-                    possible, impossible = (number, impossible) if self._can(number) else (None, number)
-            while (
-                possible is not None and impossible is not None and impossible - possible > max(1, possible // FINENESS)
-            ):
-                number = (possible + impossible) // 2
-                possible, impossible = (number, impossible) if self._can(number) else (possible, number)
-        except _TimeIsUp as up:
-            stopped = str(up)
-        return self._edge(possible, impossible, stopped)
+
+        def following(possible: int | None, impossible: int | None) -> int | None:
+            if impossible is None:
+                if possible is None:
+                    return start
+                return min(upper, 1 << possible.bit_length()) if possible < upper else None
+            if possible is None:
+                return 1 << (impossible - 1).bit_length() - 1 if impossible > 1 else None
+            return (possible + impossible) // 2 if impossible - possible > max(1, possible // FINENESS) else None
+
+        return self._search(following, max, min)
 
     def smallest(self, lower: int, upper: int) -> Edge:
         """Return the smallest possible number from `lower` to `upper`, by doubling from `lower` to save tries."""
-        possible = min((n for n, obstacle in self._obstacles.items() if not obstacle), default=None)
-        impossible = max(
-            (n for n, obstacle in self._obstacles.items() if obstacle and (possible is None or n < possible)),
-            default=None,
-        )
-        floor = max(lower - 1, impossible or 0)
+
+        def following(possible: int | None, impossible: int | None) -> int | None:
+            floor = max(lower - 1, impossible or 0)
+            doubled = 1 << floor.bit_length() if self._tries else floor + 1
+            if floor < upper:
+                doubled = min(doubled, upper)
+            if doubled <= upper and (possible is None or doubled < possible):
+                return doubled
+            if possible is not None and possible - floor > 1:
+                return (possible + floor) // 2
+            return None
+
+        return self._search(following, min, max)
+
+    def _search(self, following: Following, best: Any, worst: Any) -> Edge:
         stopped = ""
-        try:
-            number = floor + 1
-            while number <= upper and (possible is None or number < possible):
-                if self._can(number):
-                    possible = number
-                else:
-                    floor = impossible = number
-                    following = 1 << number.bit_length()
-                    number = min(following, upper) if number < upper else following
-            while possible is not None and possible - floor > 1:
-                number = (possible + floor) // 2
-                if self._can(number):
-                    possible = number
-                else:
-                    floor = impossible = number
-        except _TimeIsUp as up:
-            stopped = str(up)
-        return self._edge(possible, impossible, stopped)
+        while True:
+            possible = best((n for n, obstacle in self._obstacles.items() if not obstacle), default=None)
+            # A misfit on the far side of a number that fits says nothing: plans are heuristic.
+            misfits = (n for n, obstacle in self._obstacles.items() if obstacle)
+            impossible = worst((n for n in misfits if possible is None or best(n, possible) == n), default=None)
+            number = following(possible, impossible)
+            if number is None or (stopped := self._try(number)):
+                reason = self._obstacles.get(impossible, "")
+                return Edge(possible=possible, impossible=impossible, reason=reason, tries=self._tries, stopped=stopped)
 
-    def _edge(self, possible: int | None, impossible: int | None, stopped: str) -> Edge:
-        reason = "" if impossible is None else self._obstacles[impossible]
-        return Edge(possible=possible, impossible=impossible, reason=reason, tries=self._tries, stopped=stopped)
-
-    def _can(self, number: int) -> bool:
-        if number not in self._obstacles:
-            spent = time.perf_counter() - self._began
-            if spent + self._longest > self._max_seconds:
-                raise _TimeIsUp(f"the next plan would have exceeded {self._max_seconds:g} s")
-            if self._tries >= MAX_TRIES:
-                raise _TimeIsUp(f"{MAX_TRIES} plans were tried")
-            begun = time.perf_counter()
-            self._obstacles[number] = self._obstacle_to(number)
-            self._tries += 1
-            self._longest = max(self._longest, time.perf_counter() - begun)
-        return not self._obstacles[number]
+    def _try(self, number: int) -> str:
+        """Try a number; or return why the search ends here."""
+        begun = time.perf_counter()
+        if begun - self._began + self._longest > self._max_seconds:
+            return f"the next plan would have exceeded {self._max_seconds:g} s"
+        if self._tries >= MAX_TRIES:
+            return f"{MAX_TRIES} plans were tried"
+        self._obstacles[number] = self._obstacle_to(number)
+        self._tries += 1
+        self._longest = max(self._longest, time.perf_counter() - begun)
+        return ""
 
 
 MAX_BATCH = 2**24
@@ -145,28 +130,28 @@ def find_largest_batch(
     latest = [] if plan is None or misfit else [plan]
     follows = dry.settings.planning.plan_file is not None
 
-    def reason(batch_size: int) -> str:
+    def obstacle_to(batch_size: int) -> str:
         settings = replace(dry.settings, batch_size_per_rank=batch_size)
         try:
             if latest:
-                reason = describe_misfit(cost_of(decisions, latest[-1], settings, facts), "the plan in the file")
-                if not reason or follows:
-                    return reason
+                obstacle = describe_misfit(cost_of(decisions, latest[-1], settings, facts), "the plan in the file")
+                if not obstacle or follows:
+                    return obstacle
             planned = plan_or_follow(decisions, None, settings, facts)
         except InfeasiblePlanError as error:
             return str(error)
-        if not (reason := describe_misfit(planned, "the plan in the file")):
+        if not (obstacle := describe_misfit(planned, "the plan in the file")):
             latest.append(planned)
-        return reason
+        return obstacle
 
     start = dry.settings.batch_size
-    return EdgeSearch(reason, {start: misfit}, SEARCH_SECONDS, seconds).largest(start, max(MAX_BATCH, start))
+    return EdgeSearch(obstacle_to, {start: misfit}, SEARCH_SECONDS, seconds).largest(start, max(MAX_BATCH, start))
 
 
 def find_min_nodes(dry: DryModule, job: DryJob, decisions: Decisions, misfit: str, seconds: float) -> Edge:
     """Return the minimum number of nodes that fit, each with as many ranks as the job's."""
 
-    def reason(num_nodes: int) -> str:
+    def obstacle_to(num_nodes: int) -> str:
         other = replace(job, num_nodes=num_nodes)
         try:
             new_plan(make_decisions(dry, other), dry.settings, make_facts(dry, other))
@@ -176,7 +161,7 @@ def find_min_nodes(dry: DryModule, job: DryJob, decisions: Decisions, misfit: st
 
     upper = max(job.num_nodes, MAX_RANKS // job.ranks_on_node)
     lower = min(upper, _min_nodes_by_memory(dry, job, decisions))
-    return EdgeSearch(reason, {job.num_nodes: misfit}, SEARCH_SECONDS, seconds).smallest(lower, upper)
+    return EdgeSearch(obstacle_to, {job.num_nodes: misfit}, SEARCH_SECONDS, seconds).smallest(lower, upper)
 
 
 def _min_nodes_by_memory(dry: DryModule, job: DryJob, decisions: Decisions) -> int:
@@ -186,7 +171,6 @@ def _min_nodes_by_memory(dry: DryModule, job: DryJob, decisions: Decisions) -> i
         weight, update = table.parameter, dry.updates[table.full_name]
         needed += weight.numel() * (weight.element_size() + update.bytes_per_element)
         needed += weight.shape[0] * update.bytes_per_row
-    node = replace(job, num_nodes=1)
-    facts = make_facts(dry, node)
+    facts = make_facts(dry, replace(job, num_nodes=1))
     usable = facts.memory.less(facts.reservation)
     return max(1, math.ceil(needed / (sum(usable.device_bytes) + sum(usable.host_bytes))))

@@ -788,8 +788,8 @@ BREAKAGES = (
     Breakage(
         "min-nodes",
         "lightning_distrec/advice",
-        r"while possible is not None and possible - \w+ > 1:",
-        "while possible is not None and possible - floor > 2:",
+        r"if possible is not None and possible - floor > 1:",
+        "if possible is not None and possible - floor > 2:",
         "`plan` asks for one node more than are needed.",
         ("unit/sharding/test_edge_search.py",),
     ),
