@@ -38,7 +38,7 @@ class Edge:
 
 
 Following = Callable[[int | None, int | None], int | None]
-"""The possible and the impossible number that are nearest to each other -> the number to try; None: the edge is found."""
+"""The nearest possible and impossible number -> the number to try; None: the edge is found."""
 
 
 class EdgeSearch:

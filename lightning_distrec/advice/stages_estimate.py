@@ -1,5 +1,6 @@
 """What pipeline_parallel needs for a module: of the fullest stage, and of the rank that sends the most."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,13 +42,9 @@ def estimate_stages(
     settings: Any,
     profile: StepProfile,
     device_type: str,
-    options: StageOptions | None = None,
+    options: StageOptions,
 ) -> tuple[Estimate, list[str]]:
-    """Return what pipeline_parallel needs, and what was assumed; or why it refuses the module.
-
-    options: None: its defaults.
-    """
-    options = options or StageOptions()
+    """Return what pipeline_parallel needs, and what was assumed; or why it refuses the module."""
     if job.num_ranks < 2:
         return Estimate(strategy=PIPELINE, refused="one rank is no pipeline: use at least 2"), []
     try:
@@ -55,44 +52,24 @@ def estimate_stages(
         _check_order(layout.chain, profile)
     except DistRecError as error:
         return Estimate(strategy=PIPELINE, refused=str(error)), []
-    num_ranks = layout.num_stages // options.stages_per_rank
-    num_replicas = job.num_ranks // num_ranks
-    num = _num_parts(profile, options, num_ranks)
-    actions = order_actions(options.schedule, num_ranks, layout.num_stages, num)
-    memories = [_memory(layout, rank_actions, options, sizes, job, profile) for rank_actions in actions]
-    memory = max(memories, key=lambda rank_actions: sum(rank_actions.values()))
+    pipeline = _Pipeline(layout=layout, options=options, sizes=sizes, job=job, profile=profile)
+    num_ranks, num_microbatches = pipeline.num_ranks, pipeline.num_microbatches()
+    actions = order_actions(options.schedule, num_ranks, layout.num_stages, num_microbatches)
+    memory = max(map(pipeline.memory, actions), key=lambda memory: sum(memory.values()))
     sent = None
     if profile.blocks is not None:
-        sent = _sent(layout, num_ranks, sizes, job, profile.blocks.input_bytes, num_replicas)
-    idle, idle_note = _idle(layout, num_ranks, num, options, profile, device_type)
-    stages = quantity(layout.num_stages, "stage") + (f" (stages: {layout.num_stages})" if num_replicas > 1 else "")
+        sent_by_rank = [pipeline.sent(rank, profile.blocks.input_bytes) for rank in range(num_ranks)]
+        sent = max(sent_by_rank, key=lambda sent: sum(sent.values()))
+    idle, origin = pipeline.idle_share(num_microbatches, device_type)
+    stages = quantity(layout.num_stages, "stage")
+    if pipeline.num_replicas > 1:
+        stages += f" (stages: {layout.num_stages})"
     note = (
-        f"pipeline_parallel is estimated with {stages} of '{layout.chain.path}' and {idle_note}; memory is "
-        "the fullest rank's, and one batch is for all ranks of a pipeline"
+        f"pipeline_parallel is estimated with {stages} of '{layout.chain.path}' and {num_microbatches} micro-batches "
+        f"({options.schedule}): ranks idle {idle:.0%} of a step {origin}; memory is the fullest rank's, and one batch "
+        "is for all ranks of a pipeline"
     )
     return Estimate(strategy=PIPELINE, memory=memory, sent=sent, idle=idle), [note]
-
-
-def _num_parts(profile: StepProfile, options: StageOptions, num_ranks: int) -> int:
-    def fits(num: int) -> bool:  # as StagedChain has it
-        return options.stages_per_rank == 1 or num % max(1, num // num_ranks) == 0
-
-    return num_microbatches(profile.batch_size or options.microbatches, options.microbatches, fits)
-
-
-def _idle(
-    layout: StageLayout, num_ranks: int, num: int, options: StageOptions, profile: StepProfile, device_type: str
-) -> tuple[float, str]:
-    """Return the share of a step in which ranks idle, and what it was computed from."""
-    measured, host = profile.times.chain_times(layout.chain.paths), 0.0
-    if measured is None:
-        times = StageTimes.equal(layout.num_stages)
-    else:
-        times = stage_times(measured, layout.begins, num, options.schedule)
-        host = HOST_SECONDS if device_type == "cpu" else 0.0
-    idle = idle_share(times, num_ranks, num, options.schedule, host)
-    origin = "with stages of equal times" if measured is None else "by the times of its blocks on this CPU"
-    return idle, f"{num} micro-batches ({options.schedule}): ranks idle {idle:.0%} of a step {origin}"
 
 
 def _copied(module: LightningModule) -> LightningModule:
@@ -145,42 +122,81 @@ def _check_order(chain: Chain, profile: StepProfile) -> None:
             )
 
 
-def _memory(
-    layout: StageLayout,
-    actions: list[Action],
-    options: StageOptions,
-    sizes: ModuleSizes,
-    job: Job,
-    profile: StepProfile,
-) -> dict[str, float]:
-    """Return the memory of a rank that computes these."""
-    stages = {stage for _, stage, _ in actions}
-    memory = replicated_memory((p for p in sizes.parameters if layout.stage_by_name[p.name] in stages), job)
-    memory["parameters"] += sizes.buffer_bytes  # every rank has all of them
-    if profile.saved is not None:
-        block_bytes = [float(profile.saved.bytes_saved_first_in(path)) for path in layout.chain.paths]
-        stage_bytes = {stage: sum(block_bytes[number] for number in layout.block_numbers(stage)) for stage in stages}
-        head_bytes, tail_bytes = profile.saved.bytes_around(layout.chain.paths)
-        # gpipe computes the loss of the whole batch, the others of one micro-batch at a time.
-        loss_bytes = tail_bytes if options.schedule == "gpipe" else tail_bytes * len(stages) / (len(actions) / 2)
-        ends = head_bytes * (0 in stages) + loss_bytes * (layout.num_stages - 1 in stages)
-        memory["activations"] = ends + peak_activation_bytes(actions, stage_bytes)
-    return memory
+@dataclass(frozen=True, kw_only=True)
+class _Pipeline:
+    """A module in stages, in a job."""
 
+    layout: StageLayout
+    options: StageOptions
+    sizes: ModuleSizes
+    job: Job
+    profile: StepProfile
 
-def _sent(
-    layout: StageLayout, num_ranks: int, sizes: ModuleSizes, job: Job, inputs: dict[str, int], num_replicas: int
-) -> dict[str, float]:
-    """Return what the rank that sends the most sends: outputs on, gradients back, and gradients to its replicas."""
-    sent_by_rank = []
-    entering = [inputs.get(layout.chain.paths[begin], 0) for begin in layout.begins]  # the first may get it by name
-    for rank in range(num_ranks):
-        stages = set(range(rank, layout.num_stages, num_ranks))
-        parameters = [p for p in sizes.parameters if layout.stage_by_name[p.name] in stages and p.requires_grad]
-        gradients = sum(p.numel * job.itemsize(p) for p in parameters)
-        sent_by_rank.append({
-            "stage outputs": float(sum(sum(entering[stage + 1 : stage + 2]) for stage in stages)),
-            "stage gradients": float(sum(entering[stage] for stage in stages if stage)),
-            "dense gradients": 2 * (num_replicas - 1) / num_replicas * gradients,
-        })
-    return max(sent_by_rank, key=lambda sent: sum(sent.values()))
+    @property
+    def num_ranks(self) -> int:
+        return self.layout.num_stages // self.options.stages_per_rank
+
+    @property
+    def num_replicas(self) -> int:
+        return self.job.num_ranks // self.num_ranks
+
+    def num_microbatches(self) -> int:
+        def fits(num: int) -> bool:  # as StagedChain has it
+            return self.options.stages_per_rank == 1 or num % max(1, num // self.num_ranks) == 0
+
+        microbatches = self.options.microbatches
+        return num_microbatches(self.profile.batch_size or microbatches, microbatches, fits)
+
+    def idle_share(self, num: int, device_type: str) -> tuple[float, str]:
+        """Return the share of a step in which ranks idle, and what it was computed from."""
+        layout, schedule = self.layout, self.options.schedule
+        measured = self.profile.times.chain_times(layout.chain.paths)
+        if measured is None:
+            times = StageTimes.equal(layout.num_stages)
+            return idle_share(times, self.num_ranks, num, schedule), "with stages of equal times"
+        # On a GPU the host queues the actions ahead, so that its own time for each is hidden.
+        host_seconds = HOST_SECONDS if device_type == "cpu" else 0.0
+        times = stage_times(measured, layout.begins, num, schedule)
+        idle = idle_share(times, self.num_ranks, num, schedule, host_seconds)
+        return idle, "by the times of its blocks on this CPU"
+
+    def memory(self, actions: list[Action]) -> dict[str, float]:
+        """Return the memory of a rank that computes these."""
+        layout, saved = self.layout, self.profile.saved
+        stages = {stage for _, stage, _ in actions}
+        parameters = (p for p in self.sizes.parameters if layout.stage_by_name[p.name] in stages)
+        memory = replicated_memory(parameters, self.job)
+        memory["parameters"] += self.sizes.buffer_bytes  # every rank has all of them
+        if saved is not None:
+            block_bytes = [float(saved.bytes_saved_first_in(path)) for path in layout.chain.paths]
+            stage_bytes = {
+                stage: sum(block_bytes[number] for number in layout.block_numbers(stage)) for stage in stages
+            }
+            head_bytes, loss_bytes = map(float, saved.bytes_around(layout.chain.paths))
+            if self.options.schedule != "gpipe":
+                # gpipe computes the loss of the whole batch, the others of one micro-batch at a time: each has a
+                # forward and a backward in each of the rank's stages.
+                loss_bytes /= len(actions) / 2 / len(stages)
+            ends = head_bytes * (0 in stages) + loss_bytes * (layout.num_stages - 1 in stages)
+            memory["activations"] = ends + peak_activation_bytes(actions, stage_bytes)
+        return memory
+
+    def sent(self, rank: int, inputs: dict[str, int]) -> dict[str, float]:
+        """Return what a rank sends: outputs on, gradients back, and gradients to its replicas.
+
+        inputs: path of a block -> bytes of its input.
+        """
+        layout = self.layout
+        stages = set(range(rank, layout.num_stages, self.num_ranks))
+        # The first stage's input is the batch, which no rank sends.
+        entering = [0, *(inputs.get(layout.chain.paths[begin], 0) for begin in layout.begins[1:]), 0]
+        gradients = sum(
+            p.numel * self.job.itemsize(p)
+            for p in self.sizes.parameters
+            if p.requires_grad and layout.stage_by_name[p.name] in stages
+        )
+        return {
+            "stage outputs": float(sum(entering[stage + 1] for stage in stages)),
+            "stage gradients": float(sum(entering[stage] for stage in stages)),
+            "dense gradients": 2 * (self.num_replicas - 1) / self.num_replicas * gradients,
+        }
