@@ -111,6 +111,7 @@ class UnfinishedFolder:
         crashes in between leaves an unfinished folder, never an incomplete checkpoint.
         """
         files = {file.name: file.stat().st_size for file in sorted(self.path.iterdir()) if file.name != _LOCK}
+        # The marker goes last: it lists files that are on disk already, and without it a folder is no checkpoint.
         write_file(self.path / MARKER, _marker_text(self._final.name, marker, files))
         fsync(self.path)
         if os.path.lexists(self._final):
@@ -121,6 +122,7 @@ class UnfinishedFolder:
         else:
             os.rename(self.path, self._final)
             fsync(self._final.parent)
+        # Only now: without its lock file, an unfinished folder would look abandoned to another job's clean_up.
         (self._final / _LOCK).unlink(missing_ok=True)
         self._unlock()
 
@@ -158,6 +160,7 @@ def remove(path: Path) -> None:
     if not path.exists():
         return
     if not path.name.startswith(UNFINISHED):
+        # The name goes first, in one step; deleting the files of a large checkpoint may take minutes.
         path = path.rename(path.parent / f"{REMOVED}{uuid.uuid4().hex}")
     (path / MARKER).unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
@@ -173,6 +176,7 @@ def clean_up(parent: Path) -> list[Path]:
         if _has_writer(path):
             continue
         final = _final_name(path)
+        # It died after the exchange or before the rename: all is on disk, and only the name is missing.
         if final is not None and not os.path.lexists(parent / final):
             path.rename(parent / final)
             continue

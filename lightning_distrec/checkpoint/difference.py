@@ -1,6 +1,7 @@
 """A checkpoint by difference: the rows of tables that have changed since a full checkpoint, which its marker names.
 
-It is read by handles of tensors that have the base's rows and, over them, those of the difference."""
+It is read by handles of tensors that have the base's rows and, over them, those of the difference.
+"""
 
 import os
 import warnings
@@ -127,6 +128,7 @@ def _put_rows(target: Tensor, box: Box, shard: ShardRows) -> None:
     for start, number in row_ranges((end - begin, *columns), shard.rows.dtype.itemsize):
         values = torch.empty((number, *columns), dtype=shard.rows.dtype)
         shard.rows.read_into([Chunk((begin + start, *[0] * len(columns)), values)])
+        # Ids count the table's rows, `target` begins at row `first` of it.
         places = ids[begin + start : begin + start + number] - first
         if columns:
             values = values.narrow(1, box[0][1] - shard.offsets[1], box[1][1])
@@ -158,6 +160,7 @@ class Difference:
     def load(self, rank: int, num_ranks: int, pickles: bool = False) -> Loaded:
         """Read it with its base. The checksums of the difference's chunks are compared, each by one of the ranks."""
         loaded, path = self.folder.load(rank, num_ranks, pickles), self.folder.path
+        # A full checkpoint is read by the rectangle, past torch's checksums; of a difference all is compared.
         for name, record in StoredTensors(path).records(rank, num_ranks):
             if not matches_checksums(record):
                 raise CheckpointError(f"{path} is damaged: {name} does not match its checksum.")

@@ -65,6 +65,7 @@ class CudaCopies:
     def start(self, source: Tensor, target: Tensor) -> Any:
         """Start to copy bytes."""
         target.copy_(source, non_blocking=True)
+        # On the step's stream: kernels of the next step, which overwrite the source, wait in line behind the copy.
         return torch.cuda.current_stream(source.device).record_event()
 
 
@@ -84,6 +85,7 @@ class Ring:
         source, target = _bytes(source.contiguous()), _bytes(target)
         for block, place in zip(source.split(self._slot_bytes), target.split(self._slot_bytes), strict=True):
             slot = next(self._slots)
+            # The slot's last copy must have arrived and left before it is filled again.
             slot.empty()
             if slot.memory is None:
                 slot.memory = self._copies.memory(self._slot_bytes)
@@ -153,6 +155,7 @@ def gather_full(state: Any, ranks: Ranks, *, everywhere: bool = False, group: An
     ranks.all_or_none("gathering the tables", check)
     boxes = ranks.all_gather([[chunk.box for chunk in chunked.chunks] for chunked in sharded])
     full = {
+        # By identity: a ChunkedTensor of this list is what `collect` put into the state.
         id(chunked): _send(chunked, [rank_boxes[i] for rank_boxes in boxes], ranks, group, everywhere)
         for i, chunked in enumerate(sharded)
     }
@@ -172,6 +175,7 @@ def _send(chunked: ChunkedTensor, boxes: list[list[Box]], ranks: Ranks, group: A
     local_chunks = {chunk.box: chunk.tensor for chunk in chunked.chunks}
     uses_gpu = ranks.num_ranks > 1 and group is None and dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if uses_gpu else torch.device("cpu")
+    # All ranks walk the same boxes in the same order, so that sends, receives and broadcasts pair up.
     for source, source_boxes in enumerate(boxes):
         for offsets, shape in source_boxes:
             for first, count in row_ranges(shape, chunked.dtype.itemsize):

@@ -112,6 +112,7 @@ class CheckpointFile:
             raise CheckpointError(
                 f"{path} holds a {type(content).__name__}, and neither a checkpoint nor a state_dict."
             )
+        # What torch.save(model.state_dict()) writes, and the .pt files of export.
         if "state_dict" not in content and all(isinstance(value, Tensor) for value in content.values()):
             content = {"state_dict": content}
         if not isinstance(content.get("state_dict"), Mapping):
@@ -130,6 +131,7 @@ class CheckpointFolder:
 
     def load(self, rank: int, num_ranks: int, pickles: bool = False) -> Loaded:
         """Read it; replicated tensors are read, of sharded ones there are handles."""
+        # Generators and loaders of single ranks mean nothing on another number of ranks; rank 0's is read to say so.
         is_same_number = self.marker.get("num_ranks") == num_ranks
         self._must_list({rank_file(0), rank_file(rank if is_same_number else 0)})
         checkpoint = self._state(pickles, reads_replicated=True)

@@ -116,8 +116,11 @@ class FolderSnapshot:
             if unfinished is not None:
                 unfinished.complete(self.marker)
 
+        # Each part ends with an agreement: a rank that cannot write makes all ranks raise, and none is left in a
+        # collective that it never reaches.
         with unfinished_on_rank_0(ranks, self.path) as unfinished:
             name = unfinished.path.name if unfinished is not None else ""
+            # Rank 0 draws the name, and the others must see the folder: it may be on a disk of rank 0 alone.
             folder = self.path.parent / ranks.all_gather(name)[0]
             on_all_ranks(ranks, self.path, lambda: _must_see(folder))
             write_tensors(folder, self.tensors, ranks.group, self.path)
@@ -212,15 +215,18 @@ class Saver:
         if not self._is_async:
             snapshot.write(self._ranks)
             return
+        # The copy is made here, before the next step changes the tables; only writing it is left to the thread.
         on_host = snapshot.on_host()
         self.in_flight = snapshot.path
         self._thread = threading.Thread(target=self._write, args=(on_host,), name="checkpoint", daemon=True)
+        # Loggers look for checkpoints by path from the main thread: see wait_for_checkpoint.
         writing[snapshot.path] = self._thread
         self._thread.start()
 
     def _write(self, snapshot: Snapshot) -> None:
         try:
             snapshot.write(self._ranks)
+        # A thread's exception would be printed and lost: `finish` raises it, on all ranks at the same step.
         except BaseException as failure:
             self._failure = failure
 
@@ -257,6 +263,7 @@ class Saver:
         if self.in_flight is not None:
             writing.pop(self.in_flight, None)
         self._thread = self.in_flight = None
+        # Old checkpoints are removed only after the new one is complete, and not at all where it failed.
         failure, self._failure = self._failure, None
         to_remove, self._to_remove = self._to_remove, []
         if failure is not None:

@@ -58,6 +58,7 @@ def fits_in_one_file(checkpoint: Mapping[str, Any], options: CheckpointOptions, 
 
     count(checkpoint, "")
     is_small = plain + sharded < options.single_file_bytes and sharded < free_host_bytes()
+    # Free memory differs between hosts; rank 0's counts, because it is where tensors are gathered.
     fits: list[bool] = ranks.all_gather(not sharded or is_small)
     return fits[0]
 
@@ -80,6 +81,7 @@ class FileSnapshot:
         def copied(value: Any, path: str) -> Any:
             if isinstance(value, Tensor):
                 return value.detach().to("cpu", copy=True)
+            # map_nested returns what it does not walk into as it is: user objects, which training may change.
             nested = map_nested(value, path, copied)
             return copy.deepcopy(value) if nested is value else nested
 
@@ -87,6 +89,7 @@ class FileSnapshot:
 
     def full_content(self, ranks: RanksOfThread) -> dict[str, Any]:
         """Collective. Return what the file holds, on rank 0; an empty dict on the others."""
+        # Both collectives come before the early return: the other ranks have no more to do.
         full = gather_full(dict(self.tensors), ranks, group=ranks.group)
         states = ranks.all_gather(self.rank_state)
         if ranks.rank:

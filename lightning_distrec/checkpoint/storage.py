@@ -107,6 +107,7 @@ class WritePlanner(SavePlanner):
         """
         if block.device.type == "cpu":
             return _with_own_storage(block.contiguous())
+        # One pinned buffer for all blocks: torch.save has written a block before the next one is copied into it.
         if self._buffer is None or self._buffer.nbytes < block.nbytes:
             self._buffer = torch.empty(block.nbytes, dtype=torch.uint8, pin_memory=block.is_cuda)
         host = self._buffer[: block.nbytes].view(block.dtype).view(block.shape)
@@ -277,6 +278,7 @@ class StoredTensors:
 
     def read(self, targets: Mapping[str, Sequence[Chunk]]) -> None:
         """Read into `targets`, tensors by name, on this rank alone; what no chunk in the file covers stays as it is."""
+        # Before torch reads: chunks that do not cover a tensor would leave memory of it uninitialized.
         for name in targets:
             self.entry(name)
         reader = _Reader(self._folder, self._metadata)
@@ -303,6 +305,7 @@ def _cover(boxes: list[Box], shape: tuple[int, ...]) -> bool:
         return False
     reaching: list[Box] = []  # boxes that begin at earlier rows and reach down to this one
     for box in sorted(boxes):
+        # Sorted by their first row, so that boxes which end above this one meet no later box either.
         reaching = [other for other in reaching if other[0][0] + other[1][0] > box[0][0]]
         if any(overlap(box, other) is not None for other in reaching):
             return False
@@ -315,6 +318,7 @@ class _Reader(FileSystemReader):
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
+        # Checked by StoredTensors; torch would unpickle the file once more, without checks.
         self._read_before = metadata
 
     @override
@@ -324,6 +328,7 @@ class _Reader(FileSystemReader):
 
 def read_metadata(file: IO[bytes]) -> Metadata:
     """Read torch.distributed.checkpoint's metadata. Raises pickle.UnpicklingError: they hold something else."""
+    # Python's own unpickler in Python, not in C: only that one lets us refuse opcodes.
     metadata = _MetadataUnpickler(file).load()
     if not isinstance(metadata, Metadata):
         raise pickle.UnpicklingError(f"a {type(metadata).__name__} in the place of the metadata")

@@ -67,6 +67,7 @@ def _full_state(raw: Any, handles: Mapping[str, LazyTensor]) -> tuple[Any, dict[
             return map_nested(item, place, put)
         lazy = handles[place]
         shape = tuple(lazy.shape)
+        # The writer slices and detaches what it takes for a tensor, a block at a time: reading happens there.
         later: Any = _LazyRows(lazy, 0, shape)
         tensors[place] = ChunkedTensor(shape, lazy.dtype, [Chunk((0,) * len(shape), later)])
         return {STORED: place, "shape": shape, "dtype": lazy.dtype, CHUNKED: item.get(CHUNKED, True)}

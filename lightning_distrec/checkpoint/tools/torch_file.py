@@ -117,6 +117,7 @@ def _write_record(file: IO[bytes], header: int, lazy: LazyTensor, on_progress: C
         checksum = zlib.crc32(content, checksum)
         on_progress(len(content))
     end = file.tell()
+    # torch.save has not seen the bytes: the checksum that it wrote behind the record is replaced.
     mark, _ = _DESCRIPTOR.unpack(file.read(_DESCRIPTOR.size))
     file.seek(end)
     file.write(_DESCRIPTOR.pack(mark, checksum))

@@ -37,6 +37,7 @@ class ChangedTables:
         from lightning_distrec.sharding.lookup.touched_rows import TouchedRows
 
         self.tables, self._writes = tables, tables.shards.state.writes
+        # FBGEMM's kernels count no versions: rows are noted as they get gradients.
         self._touched = TouchedRows(tables.shards.kernels)
         self._undo: list[Callable[[], None]] = [self._touched.release]
         self._fused_state = tables.shards.fused_state()
@@ -47,6 +48,8 @@ class ChangedTables:
         for optimizer in tables.all_optimizers if self._unfused else ():
             self._undo.append(optimizer.register_step_pre_hook(self._before_update).remove)
             self._undo.append(optimizer.register_step_post_hook(self._after_update).remove)
+        # The pre-hook comes before the closure, in which Lightning runs forward and backward: what user hooks write
+        # there is looked at after it.
         if self._unfused:
             self._undo.append(call_after_closure(plugin, self._before_update).close)
         self.begin()
@@ -132,6 +135,7 @@ class _Writes:
         with without_torch_function():
             if not self._is_written:
                 tensors = self._memory()
+                # `_version` counts in-place writes into one tensor; that a tensor was replaced shows in its identity.
                 are_same = len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
                 self._is_written = not are_same or versions_of(tensors) != self._versions
             return self._is_written

@@ -61,6 +61,7 @@ class SnapshotForIO:
 
     def write(self, ranks: RanksOfThread) -> None:
         """Collective. Let rank 0 write the file."""
+        # Collective, so before the branch by rank.
         content = self.file.full_content(ranks)
 
         def write() -> None:

@@ -54,6 +54,7 @@ def announce_in_flight(trainer: Trainer, saver: Saver) -> None:
                     "ModelCheckpoint(save_last='link') and async_save: the link would lead to a checkpoint that is "
                     "not there yet. Set save_last=True."
                 )
+            # On the instance: ModelCheckpoints of other trainers, without async_save, keep the method of the class.
             callback.file_exists = partial(_is_written, saver, callback)  # type: ignore[method-assign]
 
 
@@ -106,6 +107,7 @@ class Checkpointing:
         tables: the module's sharded tables; None where it has none.
         """
         self._tables, module = tables, self._module
+        # Agreed on with the other flags of a step: all ranks raise at the same step.
         self._ranks.flags.watch_failures(lambda: self._saver.has_failed)
         if not self.options.pickles:
             self._ranks.all_or_none("setup", lambda: refuse_callbacks(module.trainer))
@@ -130,6 +132,7 @@ class Checkpointing:
         Raises CheckpointError: the others do not arrive within 20 s; they may wait for this rank in another collective.
         """
         self._saver.finish(LEAVING_SECONDS)
+        # Over the writer's own group: the others may be in a collective of training, which this must not meet.
         if not self._writer_ranks.barrier(MEETING_SECONDS):
             raise CheckpointError(
                 f"no checkpoint is saved after the exception above: it was raised on rank {self._ranks.rank}, and not "
@@ -164,6 +167,7 @@ class Checkpointing:
         if self._tables is not None and "optimizer_states" in checkpoint:
             table_states = [self.optimizer_state(optimizer) | {OF_TABLES: True} for optimizer in self._table_optimizers]
             checkpoint["optimizer_states"] = [*checkpoint["optimizer_states"], *table_states]
+        # ModelCheckpoint names files by metrics and by what is on disk, which may differ between ranks.
         location: str = self._ranks.all_gather(str(path))[0]
         rank_state = self.positions.extract_rank_state(checkpoint)
         label = self._job_label(checkpoint, location)
@@ -177,6 +181,7 @@ class Checkpointing:
             extra_files={} if self._tables is None else self._tables.plan_files(),
             pickles=pickles,
         )
+        # A plugin writes files only, and a difference is a folder. Rank 0 decides: it depends on free memory.
         is_file = not mark and (is_plugin(io) or fits_in_one_file(checkpoint, self.options, self._ranks))
         uses_io = is_elsewhere(location, io) or storage_options is not None
         if uses_io and (self.options.async_save or not is_file):

@@ -90,6 +90,7 @@ class IncrementalSaves:
             self._trainer.save_checkpoint(self._writing, weights_only=False)
         finally:
             written, self._writing = self._writing, None
+        # Only if saving did not raise: differences must not name a base that is not there.
         self._base = self._next_base
         if self._ranks.rank == 0:
             self._remove_old(written)
@@ -103,6 +104,7 @@ class IncrementalSaves:
                 self._reported.add(name)
                 rank_zero_info(f"checkpoint: incremental: table '{name}' is saved in full, because {reason}.")
         every = self._options.full_every
+        # By quotients: with several optimizers global_step jumps over multiples.
         if self._base is None or step // every > self._base.step // every:
             return None
         if len(in_full) < len(self._tables.shards.tables):

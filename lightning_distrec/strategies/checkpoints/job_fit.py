@@ -145,6 +145,7 @@ class JobRecord:
                 )
 
     def _remove_old(self) -> None:
+        # Records of jobs that never started again would pile up; nobody else removes them.
         for path in self._path.parent.glob("*"):
             with contextlib.suppress(OSError):
                 if time.time() - path.stat().st_mtime > KEPT_SECONDS:

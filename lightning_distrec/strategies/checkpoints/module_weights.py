@@ -35,6 +35,7 @@ def load_weights(
     done = keys.keys() | mapped
     other_state = {key: materialized_as(value, sharded.get(key)) for key, value in state.items() if key not in done}
     try:
+        # Never strict: tables and mappings are loaded already, and torch would report them as missing.
         missing, unexpected = module.load_state_dict(other_state, strict=False)
     except RuntimeError as error:
         raise CheckpointError(f"the checkpoint does not fit the module: {error}") from None

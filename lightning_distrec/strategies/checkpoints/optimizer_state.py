@@ -163,6 +163,7 @@ class OptimizerStates:
                     index += 1
             unsaved = {key: current_group[key] for key in UNSAVED_KEYS if key in current_group}
             numbered.append({**group, **unsaved, "params": list(range(first, index))})
+        # torch's own loading moves values to the parameter's device and type, and keeps "step" as it is.
         optimizer.load_state_dict({"state": states_by_index, "param_groups": numbered})
         fresh = [name for named_parameters in names for name in named_parameters if name not in saved_names]
         if fresh:
@@ -196,6 +197,7 @@ class OptimizerStates:
         for j, group in enumerate(optimizer.param_groups):
             named: dict[str, list[nn.Parameter]] = {}
             for i, parameter in enumerate(group["params"]):
+                # A table's shards are parameters of their own for torch, and have one name.
                 named.setdefault(self._names.get(id(parameter), f"group {j} parameter {i}"), []).append(parameter)
             groups.append(named)
         return groups

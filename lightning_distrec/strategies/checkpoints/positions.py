@@ -114,6 +114,7 @@ class Positions:
         """
         state = checkpoint["loops"]["fit_loop"]["state_dict"]
         loader_states: list[Any] = state.pop("combined_loader", [])
+        # Every rank gathers, though only rank 0 writes them.
         if shared := states_of_all_ranks(self._ranks.all_gather(loader_states)):
             state[POSITIONS] = shared
         states = {name: holder.state() for name, holder in self._rank_states.items()}
@@ -131,6 +132,7 @@ class Positions:
     def restore(self, loaded: Loaded) -> None:
         """Set loaders, random generators and counters to where the checkpoint was saved."""
         fit_loop = loaded.checkpoint["loops"]["fit_loop"]
+        # Lightning loads "combined_loader"; what this rank alone has saved, below, goes before the shared positions.
         if shared := fit_loop["state_dict"].pop(POSITIONS, []):
             fit_loop["state_dict"]["combined_loader"] = shared
         if loaded.rank_state is not None:

@@ -80,6 +80,7 @@ class Resuming:
         rank_0 = ranks.rank == 0
         candidates = ranks.all_or_none("looking for checkpoints", lambda: self._candidates() if rank_0 else [])
         for path, step, label in ranks.all_gather(candidates)[0]:
+            # One rank that cannot read it, for example its own rank_<r>.pt, makes all ranks take the next one.
             problems = [problem for problem in ranks.all_gather(self._problem(Path(path), ranks)) if problem]
             if not problems:
                 return ResumePoint(path, step, label)

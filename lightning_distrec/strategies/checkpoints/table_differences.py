@@ -88,9 +88,11 @@ def turn_into_difference(
     local_places = {name: _places(shards[name], ids[name]) for name in names}
     dims = {table.full_name: table.config.embedding_dim for table in tables.shards.tables}
     with without_torch_function():
+        # EMAWeightAveraging puts averages in the place of rows: those have other memory, and stay in full.
         memory = {tensor.data_ptr() for name in names for tensor in changed.table_memory(name)}
     chunks = {t.path: _chunks(t.tensor, local_places[t.table], dims[t.table], memory) for t in tensors}
     has_chunks = {path: tensor_chunks is not None for path, tensor_chunks in chunks.items()}
+    # What follows depends on gathered values only, so that all ranks write the same names.
     per_rank = ranks.all_gather((local_places, has_chunks))
     per_rank_places = [
         {name: [ShardPlace(*place) for place in places] for name, places in rank_places.items()}
@@ -101,6 +103,7 @@ def turn_into_difference(
         name: sum(place.num_changed for places in per_rank_places for place in places[name] if not place.column)
         for name in names
     }
+    # Rows and their numbers take more bytes than the table once most of it has changed.
     num_rows = {name: count for name, count in num_rows.items() if count < WORTH * sizes[name]}
     row_ids: dict[str, ChunkedTensor] = {}
     saved_by_rows = set()
@@ -116,6 +119,7 @@ def turn_into_difference(
                 local_ids = ids[tensor.table][i] if rank == ranks.rank else None
                 rows = None if local_ids is None else (chunks[tensor.path] or [])[i].index_select(0, local_ids)
                 name, count = f"{tensor.table}@{place.row},{place.column}", place.num_changed
+                # Weights and optimizer state of a shard share the numbers of their rows.
                 if name not in row_ids:
                     table_ids = None if local_ids is None else (local_ids + place.row).to(id_type)
                     row_ids[name] = _on_one_rank((count,), id_type, table_ids)

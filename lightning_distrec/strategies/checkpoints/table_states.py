@@ -94,6 +94,7 @@ class SavedTable(NamedTuple):
         num_rows, dim = self.table.config.num_embeddings, self.table.config.embedding_dim
         shape = {"elements": (num_rows, dim), "columns of 1": (num_rows, 1), "rows": (num_rows,)}[kind]
         tensors = [(s, optimizer.state[s.weight][key]) for s in self.shards if s.weight.numel()]
+        # Every rank has all of it: a plain tensor, whose rows are divided among ranks for writing.
         if self.shards[0].replicated:
             return tensors[0][1].detach()
         is_first = self.tables.shards.groups.is_first
