@@ -250,9 +250,9 @@ def test_a_call_that_torch_refuses_is_an_error_of_ours(
         kind, batch = WRONG_CALLS[case]
         with pytest.raises((RuntimeError, ValueError, NotImplementedError)):
             seeded(kind).training_step(batch, 0)
-        for actual in rank_results:
-            actual, message = actual[f"wrong {case}"]
-            assert actual, (case, message)
+        for rank_result in rank_results:
+            is_our_error, message = rank_result[f"wrong {case}"]
+            assert is_our_error, (case, message)
 
 
 def test_the_strategy_refuses_unknown_conversions() -> None:
