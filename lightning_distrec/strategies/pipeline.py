@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -46,15 +46,8 @@ from lightning_distrec.strategies.stages.staged_chain import StagedChain
 class PipelineRun(Run):
     """What pipeline_parallel has during one run."""
 
-    pipelined: PipelinedModule | None = None
-    """The module in stages, once it is split."""
-
-    @property
-    def steps(self) -> PipelinedModule:
-        """What runs the steps."""
-        if self.pipelined is None:
-            raise DistRecError("pipeline_parallel: the module has not been split into stages yet.")
-        return self.pipelined
+    steps: PipelinedModule = field(init=False)
+    """What runs the steps, once the module is split."""
 
 
 class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
@@ -149,7 +142,7 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
         set_device_and_mesh(module, self.root_device, None)
         context = self.precision_plugin.forward_context
         chain = StagedChain(layout, ranks, self._stage_options.schedule, self.root_device, context)
-        run.pipelined = PipelinedModule(module, chain, self._stage_options, consensus)
+        run.steps = PipelinedModule(module, chain, self._stage_options, consensus)
         self.model = module
         if run.is_fitting:
             self.setup_optimizers(trainer)

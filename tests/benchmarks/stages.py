@@ -59,9 +59,9 @@ class Blocks(pl.LightningModule):
 
 
 def _data(rank: int, num_ranks: int) -> DataLoader[Any]:
-    drawn = torch.randint(CHARACTERS, (STEPS, BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1))
-    local = drawn[:, rank::num_ranks].reshape(-1, LENGTH + 1)
-    return DataLoader(TensorDataset(local[:, :-1], local[:, 1:]), batch_size=BATCH // num_ranks)
+    characters = torch.randint(CHARACTERS, (STEPS, BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    batches = characters[:, rank::num_ranks].reshape(-1, LENGTH + 1)
+    return DataLoader(TensorDataset(batches[:, :-1], batches[:, 1:]), batch_size=BATCH // num_ranks)
 
 
 def measured(options: dict[str, Any] | None, picture: str) -> dict[str, Any]:
@@ -101,9 +101,9 @@ def estimated(options: dict[str, Any], profile: StepProfile) -> float:
     """Return the idle share that `advise` estimates."""
     settings = SimpleNamespace(callbacks=[], accumulate_grad_batches=1, gradient_clip_val=None)
     job = Job(num_ranks=2, num_nodes=1, memory_bytes=10**10)
-    stage_options = ChosenOptions(stages=StageOptions(**options))
-    estimates = advise(Blocks(), job, settings, "cpu", profile, options=stage_options).estimates
-    idle = next(entry for entry in estimates if entry.strategy == "pipeline_parallel").idle
+    chosen_options = ChosenOptions(stages=StageOptions(**options))
+    estimates = advise(Blocks(), job, settings, "cpu", profile, options=chosen_options).estimates
+    idle = next(estimate for estimate in estimates if estimate.strategy == "pipeline_parallel").idle
     assert idle is not None
     return idle
 
@@ -111,29 +111,27 @@ def estimated(options: dict[str, Any], profile: StepProfile) -> float:
 def main(picture: str = "") -> None:
     """Print a row for each contender: the lowest of its rounds, and the median and the highest."""
     rounds = 3
-    actual: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
+    fits_by_name: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(rounds):
             for name, (num_ranks, options) in CONTENDERS.items():
                 path = picture if picture and name.startswith("1f1b, 4") else str(Path(folder) / "schedule.svg")
-                actual[name].append(run_on_ranks(measured, num_ranks, options, path)[0])
-    single_process_ms = min(entry["ms"] for entry in actual["one process"])
+                fits_by_name[name].append(run_on_ranks(measured, num_ranks, options, path)[0])
+    one_process_ms = min(fit["ms"] for fit in fits_by_name["one process"])
     profile = profile_step(Blocks(), next(iter(_data(0, 1))), BATCH, "32-true", takes_times=True)
     columns = ["", "ms per step", "against one process", "idle", "estimated", "ideal", "largest difference of a loss"]
     print(f"| {' | '.join([*columns, 'weights of rank 0'])} |\n{'| --- ' * 8}|")
-    for name, entry in actual.items():
-        times = [fit["ms"] for fit in entry]
-        reference = actual["one process"][0]["losses"]
-        far = max(abs(a - b) for fit in entry for a, b in zip(fit["losses"], reference, strict=True))
-        bubbles = [fit["bubble"] for fit in entry if fit["bubble"] is not None]
+    for name, fits in fits_by_name.items():
+        times = [fit["ms"] for fit in fits]
+        reference = fits_by_name["one process"][0]["losses"]
+        far = max(abs(a - b) for fit in fits for a, b in zip(fit["losses"], reference, strict=True))
+        bubbles = [fit["bubble"] for fit in fits if fit["bubble"] is not None]
         options = CONTENDERS[name][1]
         idle = "| |"
         if options is not None:
-            idle = f"{statistics.median(bubbles):.1%} | {estimated(options, profile):.1%} | {entry[0]['ideal']:.1%}"
+            idle = f"{statistics.median(bubbles):.1%} | {estimated(options, profile):.1%} | {fits[0]['ideal']:.1%}"
         ms = f"{min(times):.0f} ({statistics.median(times):.0f}, {max(times):.0f})"
-        print(
-            f"| {name} | {ms} | {single_process_ms / min(times):.2f} | {idle} | {far:.1e} | {entry[0]['mb']:.1f} MB |"
-        )
+        print(f"| {name} | {ms} | {one_process_ms / min(times):.2f} | {idle} | {far:.1e} | {fits[0]['mb']:.1f} MB |")
 
 
 if __name__ == "__main__":

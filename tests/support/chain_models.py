@@ -78,8 +78,8 @@ class Transformer(Logging):
 
     def configure_optimizers(self) -> Any:
         decayed = [parameter for parameter in self.parameters() if parameter.dim() > 1]
-        others = [parameter for parameter in self.parameters() if parameter.dim() < 2]
-        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        undecayed = [parameter for parameter in self.parameters() if parameter.dim() < 2]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": undecayed, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-4)  # the gradient of a key's bias is 0 but for rounding
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
 

@@ -89,11 +89,6 @@ def _measure_on_batch(
 def _move_batch(trainer: Trainer, module: LightningModule, batch: Any, device: torch.device) -> Any:
     """Return the batch on the device, passed through the user's hooks as the Trainer does."""
     data = getattr(trainer, "datamodule", None)
-    for hook, arguments in (
-        ("on_before_batch_transfer", ()),
-        ("transfer_batch_to_device", (device,)),
-        ("on_after_batch_transfer", ()),
-    ):
-        holder = data if data is not None and is_overridden(hook, data) else module
-        batch = getattr(holder, hook)(batch, *arguments, 0)
-    return batch
+    hooks = data if data is not None and is_overridden("on_before_batch_transfer", data) else module
+    batch = hooks.on_before_batch_transfer(batch, 0)
+    return trainer.strategy.batch_to_device(batch, device, 0)

@@ -14,37 +14,16 @@ Split = Literal["parameters", "time"] | list[str]
 
 @dataclass(frozen=True, kw_only=True)
 class StageOptions:
-    """How a chain of blocks is split, and in which order its stages compute."""
+    """How a chain of blocks is split, and in which order its stages compute: see PipelineParallelStrategy."""
 
     microbatches: int = 4
-    """Parts of a batch that are in the stages at the same time. A batch that cannot be divided so is divided into
-    fewer."""
-
     schedule: Schedule = "gpipe"
-    """ "gpipe": all forwards, then all backwards; training_step computes its loss of the whole batch. "1f1b" and
-    "interleaved_1f1b": backwards begin earlier, and training_step computes its loss of each micro-batch."""
-
     stages: int | None = None
-    """Number of stages. None: one per rank, or stages_per_rank of them."""
-
     stages_per_rank: int = 1
-    """Stages that each rank computes; 2 or more with schedule="interleaved_1f1b" only."""
-
     chain: str = "auto"
-    """Path of the nn.Sequential or nn.ModuleList that is split. "auto": the one with the most parameters."""
-
     split: Split = "parameters"
-    """Where it is split. "parameters": so that the largest stage has as few as possible; "time": so that
-    the slowest is as fast as possible, by a forward of the first batch; or a list of the paths of the
-    blocks with which stages begin, all but the first."""
-
     first_stage: tuple[str, ...] = ()
-    """Paths outside of the chain whose parameters the first stage has. It has those that are registered before the
-    chain."""
-
     last_stage: tuple[str, ...] = ()
-    """Paths outside of the chain whose parameters the last stage has. It has those that are registered after the
-    chain."""
 
     def __post_init__(self) -> None:
         for name in ("microbatches", "stages_per_rank"):

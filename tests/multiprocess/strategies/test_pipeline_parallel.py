@@ -23,15 +23,15 @@ def _fit(kind: str, options: dict[str, Any], settings: dict[str, Any]) -> Outcom
     trainer = pl.Trainer(strategy=PipelineParallelStrategy(**options), devices=num_ranks, **_settings(settings))
     trainer.fit(model)
     strategy: Any = trainer.strategy
-    whole = strategy.full_state_dict()
-    return model.losses, model.validated, {name: value.clone() for name, value in whole.items()}
+    state = strategy.full_state_dict()
+    return model.losses, model.validated, {name: value.clone() for name, value in state.items()}
 
 
 def _settings(settings: dict[str, Any]) -> dict[str, Any]:
     return DEFAULTS | {"max_epochs": 2, "limit_train_batches": 6, "limit_val_batches": 2} | settings
 
 
-def _alone(kind: str, settings: dict[str, Any], num_replicas: int) -> Outcome:
+def _fit_one_process(kind: str, settings: dict[str, Any], num_replicas: int) -> Outcome:
     pl.seed_everything(5)
     model = CHAINS[kind]()
     trainer = pl.Trainer(**_settings(settings))
@@ -49,7 +49,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "interleaved": (_fit, "Transformer", INTERLEAVED, {}),
     "arguments of examples, by time": (_fit, "PerExample", {"microbatches": 2, "split": "time"}, {}),
 }
-MORE: dict[str, tuple[Any, ...]] = {
+FURTHER_CASES: dict[str, tuple[Any, ...]] = {
     "sequence": (_fit, "Sequence", {}, {}),
     "one micro-batch": (_fit, "Sequence", {"microbatches": 1, "split": ["model.5"]}, {}),
     "batches that three do not divide": (_fit, "Sequence", {"microbatches": 3, "schedule": "1f1b"}, {}),
@@ -57,7 +57,7 @@ MORE: dict[str, tuple[Any, ...]] = {
     "metrics": (_fit, "Measured", {}, {}),
     "64 bits": (_fit, "Sequence", {"schedule": "1f1b"}, {"precision": "64-true"}),
 }
-OF_FOUR: dict[str, tuple[Any, ...]] = {
+FOUR_RANKS: dict[str, tuple[Any, ...]] = {
     "four stages": (_fit, "Transformer", {}, CLIPPED),
     "four stages, 1f1b": (_fit, "Transformer", {"schedule": "1f1b"}, {}),
     "two replicas": (_fit, "Transformer", {"stages": 2, "microbatches": 2}, CLIPPED),
@@ -70,26 +70,26 @@ OF_FOUR: dict[str, tuple[Any, ...]] = {
     ("num_ranks", "cases"),
     [
         pytest.param(2, CASES, id="two ranks"),
-        pytest.param(2, MORE, id="two ranks, more", marks=pytest.mark.slow),
-        pytest.param(4, OF_FOUR, id="four ranks", marks=pytest.mark.slow),
+        pytest.param(2, FURTHER_CASES, id="two ranks, more", marks=pytest.mark.slow),
+        pytest.param(4, FOUR_RANKS, id="four ranks", marks=pytest.mark.slow),
     ],
 )
 def test_losses_and_weights_are_those_of_one_process(num_ranks: int, cases: dict[str, tuple[Any, ...]]) -> None:
-    of_ranks = run_each_on_ranks(cases, num_ranks)
+    per_rank_results = run_each_on_ranks(cases, num_ranks)
     for case, (_, kind, options, settings) in cases.items():
-        num_replicas = num_ranks // options.get("stages", num_ranks)
-        losses, validated, weights = _alone(kind, settings, num_replicas)
-        pipelines = [
-            of_ranks[i : i + num_ranks // num_replicas] for i in range(0, num_ranks, num_ranks // num_replicas)
-        ]
         print(case)
-        for of_pipeline in pipelines:
-            assert all(of_rank[case][:2] == of_pipeline[0][case][:2] for of_rank in of_pipeline)
-        for found, wanted in enumerate((losses, validated)):
-            means = [sum(values) / num_replicas for values in zip(*(p[0][case][found] for p in pipelines), strict=True)]
-            most = 1e-12 if settings.get("precision") == "64-true" else 1e-5
-            assert means == pytest.approx(wanted, abs=most)
-        whole = of_ranks[0][case][2]
-        assert list(whole) == list(weights)
+        results: list[Outcome] = [rank_results[case] for rank_results in per_rank_results]
+        pipeline_size = options.get("stages", num_ranks)
+        num_replicas = num_ranks // pipeline_size
+        losses, validated, weights = _fit_one_process(kind, settings, num_replicas)
+        for rank, result in enumerate(results):
+            assert result[:2] == results[rank - rank % pipeline_size][:2]
+        tolerance = 1e-12 if settings.get("precision") == "64-true" else 1e-5
+        for index, expected in enumerate((losses, validated)):
+            replicas = [result[index] for result in results[::pipeline_size]]
+            means = [sum(values) / num_replicas for values in zip(*replicas, strict=True)]
+            assert means == pytest.approx(expected, abs=tolerance)
+        full_state = results[0][2]
+        assert list(full_state) == list(weights)
         for name, value in weights.items():
-            torch.testing.assert_close(whole[name], value, atol=1e-5, rtol=1e-5, msg=f"{case}: {name}")
+            torch.testing.assert_close(full_state[name], value, atol=1e-5, rtol=1e-5, msg=f"{case}: {name}")

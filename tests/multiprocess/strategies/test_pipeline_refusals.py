@@ -61,10 +61,10 @@ class Stale(Sequence):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept = list(self.parameters())
+        self.parameters_at_start = list(self.parameters())
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.kept, 0.1)
+        return torch.optim.SGD(self.parameters_at_start, 0.1)
 
 
 class Counts(Sequence):
@@ -96,18 +96,18 @@ class Draws(Sequence):
         return super().training_step(next(dataloader_iter)[0], 0)
 
 
-def _afterwards(strategy: Any) -> str:
+def _refusal_afterwards(strategy: Any) -> str:
     model = Sequence()
-    for chosen in (PipelineParallelStrategy(), strategy):
+    for run_strategy in (PipelineParallelStrategy(), strategy):
         try:
             options = DEFAULTS | {"max_steps": 1}
-            pl.Trainer(strategy=chosen, devices=rank_and_num_ranks()[1], **options).fit(model, loader())
+            pl.Trainer(strategy=run_strategy, devices=rank_and_num_ranks()[1], **options).fit(model, loader())
         except DistRecError as error:
             return f"{type(error).__name__}: {error}"
     return "nothing"
 
 
-def _refused(kind: type[pl.LightningModule], options: dict[str, Any], settings: dict[str, Any]) -> str:
+def _refusal(kind: type[pl.LightningModule], options: dict[str, Any], settings: dict[str, Any]) -> str:
     if settings == AVERAGED:
         settings = {"callbacks": [EMAWeightAveraging()]}
     trainer = pl.Trainer(
@@ -125,36 +125,60 @@ AVERAGED = {"callbacks": "averages"}
 MICRO = {"schedule": "1f1b"}
 REFUSED: dict[str, tuple[Any, str]] = {
     "weights after the chain": (
-        (_refused, AfterTheChain, {}, {}),
+        (_refusal, AfterTheChain, {}, {}),
         "UnsupportedError: the input of 'blocks' depends on weights that the last stage has",
     ),
-    "between": ((_refused, Between, {}, {}), "UnsupportedError: forward computes something between 'model.0' and"),
-    "sum": ((_refused, Summed, MICRO, {}), "UnsupportedError: training_step's loss of the first batch is "),
-    "batch norm": ((_refused, WithBatchNorm, {}, {}), "UnsupportedError: 'net.1' (BatchNorm1d) keeps the statistics"),
-    "by hand": ((_refused, TwoByHand, {}, {}), "UnsupportedError: automatic_optimization=False: stages run backward"),
-    "sparse": ((_refused, WithEmbedding, {}, {}), "UnsupportedError: 'table' has sparse gradients"),
-    "averages": ((_refused, Sequence, {}, AVERAGED), "UnsupportedError: EMAWeightAveraging averages all weights on"),
-    "precision": ((_refused, Sequence, {}, {"precision": "16-true"}), "UnsupportedError: Trainer(precision='16-true')"),
-    "optimizer": ((_refused, Flattened, {}, {}), "OptimizerError: pipeline_parallel: LBFGS is not known to update"),
-    "stale": ((_refused, Stale, {}, {}), "OptimizerError: configure_optimizers gave SGD, param group 0, a parameter"),
-    "clips": ((_refused, Clips, {}, {}), "UnsupportedError: torch.nn.utils.clip_grad_norm_ was called with gradients"),
-    "batches": ((_refused, Differs, {}, {}), "DataError: training_step: the ranks of a pipeline have different"),
-    "iterators": ((_refused, Draws, {}, {}), "UnsupportedError: training_step(dataloader_iter): a rank runs it more"),
-    "ddp_tuned afterwards": ((_afterwards, "ddp_tuned"), "ConfigError: ddp_tuned: 'model."),
-    "fsdp_tuned afterwards": ((_afterwards, "fsdp_tuned"), "ConfigError: fsdp_tuned: 'model."),
-    "stages": ((_refused, Sequence, {"stages": 3}, {}), "ConfigError: pipeline_parallel: 2 ranks cannot be pipelines"),
-    "a logged sum": ((_refused, Counts, MICRO, {}), "UnsupportedError: self.log('count') of the first batch is "),
-    "a logged sum of whole batches": ((_refused, Counts, {}, {}), "nothing"),
-    "a sum of the batch": ((_refused, Summed, {}, {}), "nothing"),
-    "moved to the first stage": ((_refused, AfterTheChain, {"first_stage": ["late"]}, {}), "nothing"),
+    "between": ((_refusal, Between, {}, {}), "UnsupportedError: forward computes something between 'model.0' and"),
+    "sum": ((_refusal, Summed, MICRO, {}), "UnsupportedError: training_step's loss of the first batch is "),
+    "batch norm": (
+        (_refusal, WithBatchNorm, {}, {}),
+        "UnsupportedError: 'net.1' (BatchNorm1d) keeps the statistics",
+    ),
+    "by hand": (
+        (_refusal, TwoByHand, {}, {}),
+        "UnsupportedError: automatic_optimization=False: stages run backward",
+    ),
+    "sparse": ((_refusal, WithEmbedding, {}, {}), "UnsupportedError: 'table' has sparse gradients"),
+    "averages": (
+        (_refusal, Sequence, {}, AVERAGED),
+        "UnsupportedError: EMAWeightAveraging averages all weights on",
+    ),
+    "precision": (
+        (_refusal, Sequence, {}, {"precision": "16-true"}),
+        "UnsupportedError: Trainer(precision='16-true')",
+    ),
+    "optimizer": ((_refusal, Flattened, {}, {}), "OptimizerError: pipeline_parallel: LBFGS is not known to update"),
+    "stale": (
+        (_refusal, Stale, {}, {}),
+        "OptimizerError: configure_optimizers gave SGD, param group 0, a parameter",
+    ),
+    "clips": (
+        (_refusal, Clips, {}, {}),
+        "UnsupportedError: torch.nn.utils.clip_grad_norm_ was called with gradients",
+    ),
+    "batches": ((_refusal, Differs, {}, {}), "DataError: training_step: the ranks of a pipeline have different"),
+    "iterators": (
+        (_refusal, Draws, {}, {}),
+        "UnsupportedError: training_step(dataloader_iter): a rank runs it more",
+    ),
+    "ddp_tuned afterwards": ((_refusal_afterwards, "ddp_tuned"), "ConfigError: ddp_tuned: 'model."),
+    "fsdp_tuned afterwards": ((_refusal_afterwards, "fsdp_tuned"), "ConfigError: fsdp_tuned: 'model."),
+    "stages": (
+        (_refusal, Sequence, {"stages": 3}, {}),
+        "ConfigError: pipeline_parallel: 2 ranks cannot be pipelines",
+    ),
+    "a logged sum": ((_refusal, Counts, MICRO, {}), "UnsupportedError: self.log('count') of the first batch is "),
+    "a logged sum of whole batches": ((_refusal, Counts, {}, {}), "nothing"),
+    "a sum of the batch": ((_refusal, Summed, {}, {}), "nothing"),
+    "moved to the first stage": ((_refusal, AfterTheChain, {"first_stage": ["late"]}, {}), "nothing"),
 }
 
 
 def test_what_cannot_be_exact_is_refused_on_every_rank() -> None:
-    of_ranks = run_each_on_ranks({name: call for name, (call, _) in REFUSED.items()}, 2)
-    for name, (_, wanted) in REFUSED.items():
-        for of_rank in of_ranks:
-            assert of_rank[name].startswith(wanted), name
+    per_rank_messages = run_each_on_ranks({name: call for name, (call, _) in REFUSED.items()}, 2)
+    for name, (_, expected) in REFUSED.items():
+        for messages in per_rank_messages:
+            assert messages[name].startswith(expected), name
 
 
 class FirstWeightsInTheLoss(Transformer):
@@ -164,7 +188,7 @@ class FirstWeightsInTheLoss(Transformer):
         return super().training_step(batch, batch_idx) + 0.1 * self.lift.weight.square().sum()
 
 
-def _fails() -> None:
+def _fit_failing() -> None:
     trainer = pl.Trainer(strategy=PipelineParallelStrategy(), devices=rank_and_num_ranks()[1], **DEFAULTS)
     trainer.fit(FirstWeightsInTheLoss())
 
@@ -172,4 +196,4 @@ def _fails() -> None:
 @pytest.mark.slow
 def test_a_loss_over_weights_of_another_stage_is_refused() -> None:
     with pytest.raises(RankFailed, match="what a step returns or logs depends on weights that another stage has"):
-        run_on_ranks(_fails, 2, timeout_seconds=60)
+        run_on_ranks(_fit_failing, 2, timeout_seconds=60)
