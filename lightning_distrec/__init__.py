@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lightning_distrec.callbacks.table_callbacks import DynamicIds, NormalizeRows, PlanLogger
     from lightning_distrec.callbacks.throughput import Throughput
     from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
-    from lightning_distrec.prefetch.options import PrefetchOptions
+    from lightning_distrec.prefetch.prefetcher import PrefetchOptions
     from lightning_distrec.sharding.collective_reads import sharded_l2
     from lightning_distrec.sharding.planning.bandwidths import Bandwidths
     from lightning_distrec.sharding.planning.table_options import PlanningOptions, TableOptions
@@ -73,7 +73,7 @@ _HOMES = {
     "PipelineParallelStrategy": "lightning_distrec.strategies.pipeline",
     "PlanLogger": "lightning_distrec.callbacks.table_callbacks",
     "PlanningOptions": "lightning_distrec.sharding.planning.table_options",
-    "PrefetchOptions": "lightning_distrec.prefetch.options",
+    "PrefetchOptions": "lightning_distrec.prefetch.prefetcher",
     "QuantizedComms": "lightning_distrec.sharding.sharders",
     "RankMonitor": "lightning_distrec.callbacks.rank_monitor",
     "ScaledLearningRate": "lightning_distrec.callbacks.scaled_learning_rate",

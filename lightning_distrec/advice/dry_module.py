@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.optimizers.translation import UNKNOWN_TENSORS, TableUpdate
-from lightning_distrec.prefetch.peek import first_batches, loaders_in, why_not
+from lightning_distrec.prefetch.peek import first_batches, loaders_in, peek_obstacle
 from lightning_distrec.sharding.planning.id_counts import IdCounts
 from lightning_distrec.sharding.tables import tables_on_meta
 from lightning_distrec.strategies.estimates.module_sizes import configured_optimizers, meta_copy
@@ -139,7 +139,9 @@ def count_ids_in_data(module: Any, data: Any, num_batches: int) -> tuple[IdCount
     declare = getattr(module, "sparse_inputs", None)
     try:
         for loader in loaders_in(_loaders(module, data)):
-            batches = first_batches(loader, num_batches) if not why_not(loader) else islice(iter(loader), num_batches)
+            batches = (
+                first_batches(loader, num_batches) if not peek_obstacle(loader) else islice(iter(loader), num_batches)
+            )
             for batch in batches:
                 parts = [batch] if declare is None else [batch, declare(batch)]
                 counts.look_at(*parts)

@@ -47,12 +47,14 @@ class ControlMessage:
     """Collective. One message of all ranks in flight. All ranks send the same number of sizes."""
 
     def __init__(self, ranks: Ranks, status: BatchStatus) -> None:
+        # A number and its negative: their minima over ranks add up to zero where all ranks have sent the same.
         compared = (status.form, -status.form, status.weights, -status.weights)
         flags = (status.state, int(status.ready), int(status.ids_in_range), status.failure, *compared)
         # The reduction takes minima: a maximum is the negative of the minimum of negatives.
         mins = [smallest for smallest, _ in status.sizes]
         negated_maxs = [-largest for _, largest in status.sizes]
         self._reduction: MinReduction | None
+        # One exchange carries flags and numbers of ids: on sockets each collective costs a round trip.
         if status.counts:
             to_ranks = [list(counts) for counts in zip(*status.counts, strict=True)]
             self._reduction = ranks.start_min_and_exchange((*flags, *mins, *negated_maxs), to_ranks)
@@ -70,6 +72,7 @@ class ControlMessage:
             self._reduction = None
             half = len(sizes) // 2
             pairs = tuple((smallest, -negated) for smallest, negated in zip(sizes[:half], sizes[half:], strict=True))
+            # Where ids are out of range, all ranks raise in that step: the batch counts as ready, whatever its forms.
             ready = ready and (form == -negated_form or not in_range)
             self._agreed = BatchStatus(
                 state=state,

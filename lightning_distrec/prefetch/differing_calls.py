@@ -31,7 +31,7 @@ class WeightedCall:
     learns: bool
 
 
-def number_of_weights(calls: list[WeightedCall]) -> int:
+def number_weights(calls: list[WeightedCall]) -> int:
     """Return what is alike on all ranks where these calls are, in 56 bits. 0 stands for none."""
     flags = bytes([call.learns for call in calls])
     return int.from_bytes(hashlib.blake2b(flags, digest_size=7).digest(), "big")
@@ -58,6 +58,7 @@ class LateComparison:
         """Compare two tensors of one shape on their device; they count as equal until the result is here."""
         if gpu.is_on_gpu(computed):  # it was computed on the stream of ids
             computed.record_stream(torch.cuda.current_stream(computed.device))
+        # Reading the result would make the host wait for the GPU in the middle of the forward.
         self._differ.append((argument != computed).any())
         return True
 
@@ -118,12 +119,12 @@ class DifferingCalls:
     def agree_on_weights(self, calls: list[WeightedCall]) -> None:
         """Collective. Raise ShardingError where ranks differ in which weights need a gradient."""
         if calls:
-            number = number_of_weights(calls)
+            number = number_weights(calls)
             smallest, negated = self._ranks.start_all_reduce_min(number, -number).wait()
             if smallest != -negated:
-                self.raise_of_weights(calls)
+                self.raise_unlike_weights(calls)
 
-    def raise_of_weights(self, calls: list[WeightedCall]) -> None:
+    def raise_unlike_weights(self, calls: list[WeightedCall]) -> None:
         """Collective. Raise ShardingError: ranks differ in which weights need a gradient."""
         gathered = self._ranks.all_gather([call.learns for call in calls])
         pairs = zip(calls, zip(*gathered, strict=True), strict=True)
@@ -150,6 +151,7 @@ class DifferingCalls:
     def raise_failure(self, rank: int) -> None:
         """Collective. Raise this rank's failure, or that of `rank`, as its control message has announced."""
         self._is_reported = True
+        # A rank that failed in the meantime does not come: the others raise all the same, with less to say.
         text = "a call differs from what was prefetched; that rank's own message says which"
         if self._ranks.barrier(NOTICE_SECONDS):
             text = self._ranks.all_gather(None if self.failure is None else str(self.failure))[rank]

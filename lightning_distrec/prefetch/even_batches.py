@@ -144,13 +144,14 @@ class EvenLoader(Wrapper):
 
     def __iter__(self) -> Iterator[Any]:
         """Collective. Return batches while every rank has one. Raises DataError as `EndPolicy` does."""
+        # Decided when the iterator begins: the fetcher resets `agrees` as soon as all iterators exist.
         batches = iterate(self._loader)
         return self._agreed(batches) if self.agrees else batches
 
     def _agreed(self, batches: Iterator[Any]) -> Iterator[Any]:
         count = 0
         while True:
-            state, batch, failure = next_of(batches)
+            state, batch, failure = draw_next(batches)
             if self.ranks.all_reduce_min(state) < HAS_BATCH:
                 self.end.apply(count, state, failure)
                 return
@@ -174,7 +175,7 @@ def iterate(loader: Any) -> Iterator[Any]:
     yield from loader
 
 
-def next_of(batches: Iterator[Any]) -> tuple[int, Any, Exception | None]:
+def draw_next(batches: Iterator[Any]) -> tuple[int, Any, Exception | None]:
     """Return what a loader gives next: FAILED, ENDED or HAS_BATCH, the batch, the failure."""
     try:
         return HAS_BATCH, next(batches), None

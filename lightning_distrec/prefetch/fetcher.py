@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_distrec import spans
 from lightning_distrec._compat.lightning import DataFetcher, combining_mode, loader_states, override_loader_states
-from lightning_distrec.prefetch.even_batches import ENDED, FAILED, HAS_BATCH, EndPolicy, EvenLoader, next_of
+from lightning_distrec.prefetch.even_batches import ENDED, FAILED, HAS_BATCH, EndPolicy, EvenLoader, draw_next
 from lightning_distrec.prefetch.in_flight_batch import InFlightBatch
 from lightning_distrec.prefetch.prefetcher import Prefetcher
 
@@ -52,6 +52,7 @@ class PrefetchFetcher(DataFetcher):
     @override
     def __iter__(self) -> "PrefetchFetcher":
         self.drop()
+        # Iterators that begin in here leave it to this fetcher to agree: its messages carry the state of each batch.
         with self._agreeing_here():
             super().__iter__()
         self._count, self._num_drawn, self._has_ended = 0, 0, False
@@ -95,6 +96,7 @@ class PrefetchFetcher(DataFetcher):
             self._stop_profiler()
         self.fetched += 1
         self._count += 1
+        # A checkpoint in this step resumes after this batch, though later ones were drawn from the loaders.
         self._loader_states = in_flight.loader_states
         counted = self.length is not None and self.fetched >= self.length
         if self.length is None and self._queue and self._prefetcher.agreed_status(self._queue[0]).state == ENDED:
@@ -140,6 +142,7 @@ class PrefetchFetcher(DataFetcher):
             return False
         state = in_flight.state
         if self._agrees_on_draws:
+            # Every rank draws until the first batch that some rank lacks, so that all of them come here together.
             state = self._prefetcher.ranks.all_reduce_min(state)
         return state == HAS_BATCH
 
@@ -147,19 +150,17 @@ class PrefetchFetcher(DataFetcher):
         assert self.iterator is not None
         # In inference mode torch does not count writes in place, by which changed inputs are noticed.
         with torch.inference_mode(False):
-            return self._drawn(*next_of(self.iterator))
-
-    def _drawn(self, state: int, drawn: Any, failure: Exception | None) -> InFlightBatch:
-        batch, batch_idx, dataloader_idx = drawn if state == HAS_BATCH else (None, 0, 0)
-        in_flight = InFlightBatch(f"{self._kind} {dataloader_idx}", state, failure)
-        in_flight.indices = (batch_idx, dataloader_idx)
-        in_flight.loader_states = loader_states(self.combined_loader)
-        if state == HAS_BATCH:
-            try:
-                self._make_ready(in_flight, batch, dataloader_idx)
-            except Exception as error:
-                in_flight.state, in_flight.failure = FAILED, error
-        return in_flight
+            state, drawn, failure = draw_next(self.iterator)
+            batch, batch_idx, dataloader_idx = drawn if state == HAS_BATCH else (None, 0, 0)
+            in_flight = InFlightBatch(f"{self._kind} {dataloader_idx}", state, failure)
+            in_flight.indices = (batch_idx, dataloader_idx)
+            in_flight.loader_states = loader_states(self.combined_loader)
+            if state == HAS_BATCH:
+                try:
+                    self._make_ready(in_flight, batch, dataloader_idx)
+                except Exception as error:  # raised when its step is due, and on all ranks
+                    in_flight.state, in_flight.failure = FAILED, error
+            return in_flight
 
     def drop(self) -> None:
         """Forget the batches that were prefetched."""

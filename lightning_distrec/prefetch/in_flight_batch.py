@@ -4,13 +4,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from lightning_distrec.errors import IdsError, ProvenanceError
-from lightning_distrec.prefetch.computed.calls import ComputedCall
-from lightning_distrec.prefetch.computed.slices import replaying
+from lightning_distrec.prefetch.batch_objects import BatchObjects
+from lightning_distrec.prefetch.computed_calls import ComputedCall, replaying
 from lightning_distrec.prefetch.control_message import REFUSED, UNREADY, BatchStatus, ControlMessage
-from lightning_distrec.prefetch.learning import PrefetchedCall, StepCalls
-from lightning_distrec.prefetch.provenance.batch_objects import BatchObjects
-from lightning_distrec.prefetch.provenance.same_input import Compare, are_unwritten, is_same_input, versions
-from lightning_distrec.prefetch.provenance.sources import BatchRoots
+from lightning_distrec.prefetch.sources import BatchRoots, Compare, are_unwritten, is_same_input, versions
+from lightning_distrec.prefetch.step_calls import PrefetchedCall, StepCalls
 from lightning_distrec.ranks import Ranks
 
 
@@ -82,7 +80,7 @@ class PrefetchedLookup:
 
     def __init__(self, call: PrefetchedCall, table: Prefetchable, roots: BatchRoots) -> None:
         self.call = call
-        self._table = table
+        self.table = table
         self._arguments = call.get(roots)
         self._versions = versions(*self._arguments)
         self.request: PreparedLookup = table.prepare(self._arguments)
@@ -94,8 +92,8 @@ class PrefetchedLookup:
 
     def look_up(self) -> None:
         """Collective. Look the rows up before the call."""
-        self._state = self._table.state()
-        self._looked_up = self._table.look_up(self.request)
+        self._state = self.table.state()
+        self._looked_up = self.table.look_up(self.request)
 
     def is_called_with(self, arguments: tuple[Any, ...], compare: Compare | None) -> bool:
         """Whether these are the prefetched arguments, not written to since. compare: as of `is_same_input`."""
@@ -108,22 +106,18 @@ class PrefetchedLookup:
         )
         return is_same and are_unwritten(self._versions)
 
-    def zeros(self, arguments: tuple[Any, ...], looked_up: Any) -> Any:
-        """Return zeros in place of what was looked up, in the shapes of a call with these arguments."""
-        return self._table.zeros(arguments, looked_up)
-
     def take(self, arguments: tuple[Any, ...] | None = None) -> tuple[Any, bool]:
         """Collective where rows must be looked up now. Return the outputs, and whether they were looked up before.
 
         arguments: those of the call; None: there is none, or it differs.
         """
         self.is_taken = True
-        self._table.note_call(self.request)
+        self.table.note_call(self.request)
         if self.waits_for_weights and arguments is not None:
-            self._table.give_weights(self.request, arguments)
-        if self._looked_up is not None and self._state == self._table.state():
+            self.table.give_weights(self.request, arguments)
+        if self._looked_up is not None and self._state == self.table.state():
             return self._looked_up, True
-        return self._table.look_up(self.request), False
+        return self.table.look_up(self.request), False
 
 
 class InFlightBatch:
@@ -204,6 +198,7 @@ class InFlightBatch:
             if lookup is not None:
                 sizes.append((lookup.request.num_examples, lookup.request.num_examples))
             else:
+                # Ranks take the minimum: one that is unready, or refuses, decides for all of them.
                 sizes.append(REFUSED if isinstance(call, ComputedCall) and call.refused else UNREADY)
         return sizes
 
@@ -219,6 +214,7 @@ class InFlightBatch:
                 self._step.forms[i] = 0
             elif lookup is not None:
                 self._step.forms[i] = lookup.request.form
+            # A polynomial hash that fits into an int64 of the message; Python's own hash differs between processes.
             form = (form * 1_000_003 + self._step.forms[i]) % 2**61
         return form
 
@@ -284,11 +280,6 @@ class InFlightBatch:
         if self.exchange is None and self.prefetched and self.agreed_status().ids_in_range:
             self.exchange = start([lookup.request for lookup in self.prefetched])
 
-    def send_ids(self) -> None:
-        """Collective. Send its ids, once their sizes are here."""
-        if self.exchange is not None:
-            self.exchange.send_ids()
-
     def find(
         self, path: str, arguments: tuple[Any, ...], compare: Compare | None = None
     ) -> tuple[PrefetchedLookup | None, ProvenanceError | None]:
@@ -299,6 +290,7 @@ class InFlightBatch:
         The error: it was prefetched with other arguments.
         """
         waiting = [lookup for lookup in self.prefetched or [] if lookup.call.path == path and not lookup.is_taken]
+        # Counted for calls that were not prefetched too, since all ranks make them.
         if path in self.placed_paths:  # another call may have the same input by chance, but not on all ranks
             place = self._places.get(path, 0)
             self._places[path] = place + 1
@@ -308,7 +300,7 @@ class InFlightBatch:
                 return lookup, None
         if not waiting:
             return None, None
-        return waiting[0], ProvenanceError(_broken(waiting[0].call))
+        return waiting[0], ProvenanceError(_describe_difference(waiting[0].call))
 
     @property
     def waiting(self) -> list[PrefetchedLookup]:
@@ -322,7 +314,7 @@ class InFlightBatch:
         self.exchange = self.prefetched = None
 
 
-def _broken(call: PrefetchedCall) -> str:
+def _describe_difference(call: PrefetchedCall) -> str:
     if isinstance(call, ComputedCall):
         return (
             f"'{call.path}' is called with another input than {call} computed from the batch ahead of the step; its "

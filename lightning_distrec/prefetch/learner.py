@@ -5,12 +5,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning_distrec.own_operations import OWN
-from lightning_distrec.prefetch.computed.calls import Trial, Variant
-from lightning_distrec.prefetch.computed.recorder import Recorder
+from lightning_distrec.prefetch.batch_objects import BatchObjects
+from lightning_distrec.prefetch.computed_calls import Trial, Variant
 from lightning_distrec.prefetch.in_flight_batch import InFlightBatch
-from lightning_distrec.prefetch.learning import RecordedCall, StepCalls, agree_on_calls
-from lightning_distrec.prefetch.provenance.batch_objects import BatchObjects
-from lightning_distrec.prefetch.provenance.sources import BatchRoots
+from lightning_distrec.prefetch.recorder import Recorder
+from lightning_distrec.prefetch.sources import BatchRoots
+from lightning_distrec.prefetch.step_calls import RecordedCall, StepCalls, agree_on_calls
 from lightning_distrec.ranks import Ranks
 
 Record = Callable[[BatchObjects, BatchRoots], Recorder]
@@ -51,16 +51,15 @@ class Learner:
         if not self.is_recording:
             return
         self._batch, self._recorded = batch, []
-        if batch.objects is None:
+        if batch.objects is None:  # a batch that is unlike the others is recorded again, long after the first steps
             batch.objects = BatchObjects(batch.roots)
-        if in_trial:
-            self._trials[batch.kind][0].begin_step(batch.roots)
         self._recorder = None if self._record is None else self._record(batch.objects, batch.roots)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record the operations of the step inside of the context."""
         assert self._recorder is not None
+        # Rows are made by our own operations, which the recorder does not see: whoever makes them reports them to it.
         OWN.note_rows = self._recorder.note_rows
         try:
             with self._recorder.recording():
@@ -77,10 +76,7 @@ class Learner:
         """Note a call that the step makes now."""
         assert self._batch is not None
         assert self._batch.objects is not None
-        trial = self._trial(self._batch.kind)
         place = sum(call.path == path for call in self._recorded)
-        if trial is not None:
-            trial.compare(path, place, arguments)
         self._recorded.append(RecordedCall(path, arguments, self._batch.objects, self._recorder, place))
 
     def end_step(self) -> bool:

@@ -32,7 +32,7 @@ def loaders_in(loaders: Any) -> list[Any]:
     return [loaders]
 
 
-def why_not(loader: Any) -> str:
+def peek_obstacle(loader: Any) -> str:
     """Return why one cannot peek at the batches of `loader`; "" where one can."""
     if not isinstance(loader, DataLoader):
         return f"a {type(loader).__name__} is no DataLoader, and may not start twice with the same batches"
@@ -56,7 +56,7 @@ def unchanged(*, include_cuda: bool) -> Iterator[None]:
 
 
 def first_batches(loader: DataLoader[Any], count: int) -> Generator[Any, None, None]:
-    """Yield up to `count` batches of `loader`, made in this process, whatever workers it has; see `why_not`.
+    """Yield up to `count` batches of `loader`, made in this process, whatever workers it has; see `peek_obstacle`.
 
     Its sampler stays as it is, since a copy is drawn from; the random generators of its dataset and its collate_fn are
     restored when this generator is closed or ends. What else a dataset changes when a sample is taken stays changed.
@@ -68,12 +68,12 @@ def first_batches(loader: DataLoader[Any], count: int) -> Generator[Any, None, N
         fetched["batch_sampler"] = copy.deepcopy(loader.batch_sampler, memo)
     else:
         fetched |= {"sampler": copy.deepcopy(loader.sampler, memo), "batch_size": None}
-    with _generators_kept(loader.dataset, loader.collate_fn):
+    with _keep_generators(loader.dataset, loader.collate_fn):
         yield from islice(DataLoader(loader.dataset, generator=torch.Generator(), **fetched), count)
 
 
 @contextmanager
-def _generators_kept(*roots: Any) -> Iterator[None]:
+def _keep_generators(*roots: Any) -> Iterator[None]:
     generators = {id(generator): generator for root in roots for generator in _generators(root, 0, set())}
     states = [(generator, _state(generator)) for generator in generators.values()]
     try:
@@ -85,6 +85,7 @@ def _generators_kept(*roots: Any) -> Iterator[None]:
 
 def _generators(root: Any, depth: int, seen: set[int]) -> Iterator[Any]:
     """Yield the random generators that `root` leads to; seen: ids of the objects that were visited."""
+    # A dataset in memory may hold millions of samples: beyond the limits a generator is not found, nor restored.
     if depth > MAX_DEPTH or id(root) in seen or len(seen) > MAX_OBJECTS:
         return
     seen.add(id(root))

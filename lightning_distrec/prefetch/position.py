@@ -40,7 +40,11 @@ class ResumableSampler:
             kind for kind in (DistributedSampler, DistributedSamplerWrapper) if _iterates_as(self.entries, kind)
         ]
         self.is_distributed = bool(distributed)
-        self.rank, self.num_ranks, self.order = rank, num_ranks, _order_of_one(self.entries) if num_ranks == 1 else None
+        self.rank, self.num_ranks, self.order = (
+            rank,
+            num_ranks,
+            _sampler_order(self.entries) if num_ranks == 1 else None,
+        )
         if self.is_distributed:
             self.rank, self.num_ranks, self.order = (
                 self.entries.rank,
@@ -79,13 +83,13 @@ class ResumableSampler:
             self.origin = {"order": self.order, "generator": self.generator.get_state(), "of_epoch": epoch_settings}
         else:
             self.origin = {name: self.start[name] for name in ("order", "generator", "of_epoch")}
-            batches = entries = self._rest(self.start)
+            batches = entries = self._remaining_entries(self.start)
             if self.in_batches:
                 batches = copy.copy(self.base)
                 batches.sampler = entries
         yield from batches
 
-    def _rest(self, start: State) -> Any:
+    def _remaining_entries(self, start: State) -> Any:
         """Return this rank's entries after those that were trained."""
         if start["order"] is None or (start["order"] == self.order and not self.is_distributed):
             with torch.random.fork_rng(devices=[]):
@@ -125,7 +129,7 @@ def _iterates_as(sampler: Any, kind: type[Any]) -> bool:
     return getattr(type(sampler), "__iter__", None) is kind.__iter__
 
 
-def _order_of_one(sampler: Any) -> str | None:
+def _sampler_order(sampler: Any) -> str | None:
     """Return the name of the order in which torch's own samplers draw each entry once; None: another sampler."""
     if type(sampler) is SequentialSampler:
         return "SequentialSampler"
@@ -157,7 +161,7 @@ def num_batches(state: State, num_ranks: int, batch_size: int, trained: int = 0)
     return int(per_rank // batch_size if state["drop_last"] else -(-per_rank // batch_size))
 
 
-def rescaled(progress: int, state: State, num_ranks: int, batch_size: int) -> int:
+def rescale(progress: int, state: State, num_ranks: int, batch_size: int) -> int:
     """Return a count of batches for another number of ranks, so that the rest of the epoch brings it to `num_batches`.
 
     progress: `state["batches"]`, or a count that is behind it by some batches and stays so. `state["batches"]` becomes
@@ -174,7 +178,7 @@ def rescaled(progress: int, state: State, num_ranks: int, batch_size: int) -> in
     return progress - state["batches"] + position
 
 
-def states_of_all_ranks(rank_states: list[list[State]]) -> list[State]:
+def merge_states(rank_states: list[list[State]]) -> list[State]:
     """Return the states of the loaders, from which any number of ranks can resume; rank_states: each rank's states.
 
     Ranks that draw in orders of their own, or batches of unequal size, can resume from their own states only: their
@@ -204,7 +208,7 @@ def adapt_progress(fit_loop: dict[str, Any], num_ranks: int) -> None:
         state["samples"] -= min(undone, state["batches"]) * state["batch_size"] * state["num_ranks"]
         state["batches"] -= min(undone, state["batches"])
     state = max(states, key=lambda state: num_batches(state, num_ranks, state["batch_size"]))
-    batches = rescaled(state["batches"], state, num_ranks, state["batch_size"])
+    batches = rescale(state["batches"], state, num_ranks, state["batch_size"])
     full = num_batches(state, num_ranks, state["batch_size"])
     if progress["is_last_batch"] and not undone:
         batches = full  # also where Trainer(limit_train_batches=...) ended the epoch before
@@ -252,7 +256,7 @@ class PositionedLoader(Wrapper):
             return
         layout = self.sampler_in_use.layout()
         was = {**state, "drop_last": layout["drop_last"], "drop_uneven": layout["drop_uneven"]}
-        batches = rescaled(state["batches"], was, layout["num_ranks"], layout["batch_size"])
+        batches = rescale(state["batches"], was, layout["num_ranks"], layout["batch_size"])
         self.start = self.state = {**state, **layout, "batches": batches}
 
     def _refusal(self, state: State) -> str | None:
@@ -294,7 +298,7 @@ class PositionedLoader(Wrapper):
         if start and start["of_epoch"] and sampler.is_distributed and start["of_epoch"][0] != sampler.entries.epoch:
             start = None
         sampler.start, sampler.origin = start, {}
-        with _drawing_from(self.torch_loader, sampler):
+        with _draw_from(self.torch_loader, sampler):
             with nullcontext() if start is None else torch.random.fork_rng(devices=[]):  # workers' seeds are drawn
                 batches = iter(self._loader)
             batches = chain(list(islice(batches, 1)), batches)
@@ -310,7 +314,7 @@ class PositionedLoader(Wrapper):
 
 
 @contextmanager
-def _drawing_from(loader: DataLoader[Any], sampler: ResumableSampler) -> Iterator[None]:
+def _draw_from(loader: DataLoader[Any], sampler: ResumableSampler) -> Iterator[None]:
     """Inside of the context let iterators that begin draw from `sampler`, which they keep."""
     # Past DataLoader's __setattr__, which refuses to replace a sampler: workers may have a copy of it. Here the
     # iterator that starts the workers is made inside of the context.

@@ -16,12 +16,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_distrec import spans
+from lightning_distrec.errors import ConfigError
 from lightning_distrec.own_operations import OWN
 from lightning_distrec.prefetch.control_message import DIFFERING_CALL, NO_FAILURE, BatchStatus, ControlMessage
-from lightning_distrec.prefetch.differing_calls import DifferingCalls, WeightedCall, number_of_weights
+from lightning_distrec.prefetch.differing_calls import DifferingCalls, WeightedCall, number_weights
 from lightning_distrec.prefetch.in_flight_batch import Exchange, InFlightBatch, Prefetchable
 from lightning_distrec.prefetch.learner import Learner
-from lightning_distrec.prefetch.learning import LookupCounts
+from lightning_distrec.prefetch.step_calls import LookupCounts
 from lightning_distrec.ranks import Ranks
 
 FAILURE_NOTICE_SECONDS = 5.0
@@ -51,8 +52,9 @@ class Step:
     def send_following(self) -> None:
         """Collective. Send the next batch's ids, where that has not been done."""
         self.pending_rows = set()
-        for batch in self.following[:1]:
-            batch.send_ids()
+        exchange = self.following[0].exchange if self.following else None
+        if exchange is not None:
+            exchange.send_ids()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +120,7 @@ class Prefetcher:
         self, batch: InFlightBatch | None, failure: int = NO_FAILURE, weights: int = 0
     ) -> ControlMessage:
         """Collective. All messages have the same number of sizes, also those of ranks that have no such batch."""
+        # Padded to one width: which step a rank's batch is for may differ at the end of an epoch.
         status = BatchStatus() if batch is None else batch.own_status
         width = max((len(step.calls) for step in self._learner.calls.values()), default=0)
         sizes = (*status.sizes, *((0, 0),) * (width - len(status.sizes)))
@@ -144,7 +147,7 @@ class Prefetcher:
         self._step = None
         current = self.current
         if current is None or batch is not current.batch:
-            return
+            return  # no fetcher of ours has drawn it, with dataloader_iter for example
         self._step = step = Step(current, self._following, self.counts.setdefault(current.kind, LookupCounts()))
         if current.is_announced:
             self._learner.report_refused(current)
@@ -153,6 +156,7 @@ class Prefetcher:
             return
         if current.prefetched is not None and not current.agreed_status().ids_in_range:
             current.raise_problem(self.ranks)
+        # Sizes leave before this batch's rows: they are small, and the ids can follow as soon as the link is free.
         if self._following and self._following[0].kind in self._learner.calls:
             self.agreed_status(self._following[0])
             self._following[0].start_exchange(self._exchange.start)
@@ -182,6 +186,7 @@ class Prefetcher:
         step = self._step
         if step is None or not step.takes_prefetched:
             return None
+        # Our own operations are not those of the user's step: the recorder leaves them out.
         with OWN:
             return self._take(step, path, arguments)
 
@@ -203,7 +208,7 @@ class Prefetcher:
         if not was_early:
             self._late.add((current.kind, (current.prefetched or []).index(lookup)))
         if difference is not None:
-            looked_up = differing.note(difference, lambda: lookup.zeros(arguments, looked_up))
+            looked_up = differing.note(difference, lambda: lookup.table.zeros(arguments, looked_up))
         if not current.waiting:
             if not step.following and not differing.late.is_empty:
                 differing.check_late(wait=True)
@@ -215,6 +220,7 @@ class Prefetcher:
         step = self._step
         if step is not None and step.pending_rows:
             step.pending_rows.discard(id(request))
+            # Rows arrive at other moments on each rank: in a group that others use too, collectives would change order.
             if not step.pending_rows and self._exchange.has_own_group:
                 step.send_following()
 
@@ -269,7 +275,7 @@ class Prefetcher:
         if failure == NO_FAILURE and self.differing.failure is not None:
             failure = DIFFERING_CALL + self.ranks.rank
         batch = next((batch for batch in step.following if not batch.is_announced), None)
-        weights = number_of_weights(step.weighted_calls) if step.weighted_calls else 0
+        weights = number_weights(step.weighted_calls) if step.weighted_calls else 0
         step.message = message = self._message_about(batch, failure, weights)
         if batch is not None:
             batch.announce(message)
@@ -282,7 +288,7 @@ class Prefetcher:
             if (rank := message.rank_of_differing_call()) is not None:
                 self.differing.raise_failure(rank)
             if not status.weights_are_alike:
-                self.differing.raise_of_weights(step.weighted_calls)
+                self.differing.raise_unlike_weights(step.weighted_calls)
         except Exception:
             self.failed = True
             raise
@@ -315,3 +321,20 @@ class Prefetcher:
             batch.drop(wait=not self.failed)
         self.current, self._following, self._step = None, [], None
         self._learner.drop()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefetchOptions:
+    """How far batches are prefetched."""
+
+    depth: int = 3
+    """Batches in flight on this rank. 1: no prefetching; tables are looked up as they are called. 2: the next batch's
+    ids are sent during this step. 3: the batch after it is on the device too, so that ranks have its status before its
+    ids are due. Higher values hide a slower loader."""
+    computed_ids: bool = True
+    """Prefetch also what a step computes from its batch: its operations are recorded in its first steps, and repeated
+    ahead for later batches. Off, it is looked up as the step calls."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.depth, int) or isinstance(self.depth, bool) or self.depth < 1:
+            raise ConfigError(f"prefetch: depth={self.depth!r} must be a whole number of batches, at least 1 (off).")

@@ -14,7 +14,7 @@ from torchrec.streamable import Pipelineable
 
 from lightning_distrec import gpu
 from lightning_distrec._compat.tensors import parts_of
-from lightning_distrec.prefetch.provenance.batch_objects import tensors_in
+from lightning_distrec.prefetch.batch_objects import tensors_in
 
 
 class Streams:
@@ -51,6 +51,7 @@ class Streams:
         """Let the stream of ids use a batch that was copied; returns the event that `hand_over` waits for."""
         if self._copies is None or self.ids is None:
             return None
+        # The allocator must not give this memory away while kernels on the stream of ids may still read it.
         event = self._copies.record_event()
         self.ids.wait_event(event)
         for tensor in self._on_device(batch):
@@ -78,21 +79,21 @@ class Pinnable(Protocol):
         """Return a copy in pinned memory."""
 
 
-def pinned(batch: Any) -> Any:
+def pin(batch: Any) -> Any:
     """Return the batch with its dense tensors on the host copied to pinned memory, those that are there as they are.
 
     Dicts, lists, tuples and dataclasses are looked into. Sparse tensors and those on devices cannot be pinned.
     """
-    return apply_to_collection(batch, Pinnable, _pinned, allow_frozen=True)
+    return apply_to_collection(batch, Pinnable, _pin, allow_frozen=True)
 
 
-def _pinned(data: Any) -> Any:
+def _pin(data: Any) -> Any:
     tensors = [data] if isinstance(data, Tensor) else tensors_in(data)
     can_be = all(tensor.is_cpu and tensor.layout == torch.strided and not tensor.is_nested for tensor in tensors)
     return data.pin_memory() if can_be else data
 
 
-def moved_jagged(batch: Any, device: torch.device) -> Any:
+def move_jagged(batch: Any, device: torch.device) -> Any:
     """Return the batch with KeyedJaggedTensors, and what else torchrec can pipeline, copied to the device.
 
     Lightning copies all but plain tensors by `to(device)`, which waits.

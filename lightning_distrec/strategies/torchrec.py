@@ -16,8 +16,8 @@ from lightning_distrec import spans
 from lightning_distrec.option_values import as_options
 from lightning_distrec.prefetch.even_batches import EndPolicy
 from lightning_distrec.prefetch.fetcher import ReadyBatch
-from lightning_distrec.prefetch.learning import LookupCounts
-from lightning_distrec.prefetch.options import PrefetchOptions
+from lightning_distrec.prefetch.prefetcher import PrefetchOptions
+from lightning_distrec.prefetch.step_calls import LookupCounts
 from lightning_distrec.sharding.lookup.lookup_setup import CheckIds
 from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.plain_embeddings import Conversion, Convert

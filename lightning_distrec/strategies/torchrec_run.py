@@ -22,8 +22,8 @@ from lightning_distrec.errors import ConfigError
 from lightning_distrec.option_values import as_options
 from lightning_distrec.prefetch.even_batches import EndPolicy
 from lightning_distrec.prefetch.fetcher import ReadyBatch
-from lightning_distrec.prefetch.learning import LookupCounts
-from lightning_distrec.prefetch.options import PrefetchOptions
+from lightning_distrec.prefetch.prefetcher import PrefetchOptions
+from lightning_distrec.prefetch.step_calls import LookupCounts
 from lightning_distrec.sharding.mapped_tables import unshard_mappings
 from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.shard_access import plain_shards, without_guard
@@ -241,14 +241,7 @@ class TorchRecRun(Run):
     ) -> dict[str, LookupCounts]:
         """Let lookups of the next batches exchange their ids ahead. Return the counts of lookups, by kind of step."""
         self.prefetching = prefetching = Prefetching(
-            self.trainer,
-            self.module,
-            tables,
-            options,
-            self.session.step_consensus,
-            end,
-            lambda batch, dataloader_idx: strategy.batch_to_device(batch, dataloader_idx=dataloader_idx),
-            strategy.root_device,
+            strategy, self.module, tables, options, self.session.step_consensus, end
         )
         self.undo.callback(lambda: prefetching.release(self.has_failed))
         return prefetching.prefetcher.counts

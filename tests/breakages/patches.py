@@ -208,7 +208,7 @@ BREAKAGES = (
     # ---- prefetching
     Breakage(
         "guessed-number",
-        "lightning_distrec/prefetch/computed",
+        "lightning_distrec/prefetch",
         r"if len\(values\) != 1:",
         "if False:",
         "Ids are computed ahead with a number that may be another one: a run that trains unsharded fails.",
@@ -281,7 +281,7 @@ BREAKAGES = (
     Breakage(
         "stale-rows",
         "lightning_distrec/prefetch",
-        r" and self\._state == self\._table\.state\(\)",
+        r" and self\._state == self\.table\.state\(\)",
         "",
         "Rows that were looked up before weights changed are used after: wrong numbers.",
         ("multiprocess/prefetch/test_recognised_inputs.py",),
@@ -514,7 +514,7 @@ BREAKAGES = (
     ),
     Breakage(
         "compares-widths-of-ranks",
-        "lightning_distrec/prefetch/computed",
+        "lightning_distrec/prefetch",
         r"\[paths_of\(source\) for source in arguments\]",
         "[*arguments]",
         "Views of batches that are padded to other widths on the ranks are never prefetched.",

@@ -16,7 +16,6 @@ MAX_LINES = 400
 ROOMS = {"cluster", "sharding", "optimizers", "prefetch", "checkpoint"}
 GROUND = {"errors", "versions", "ranks", "spans", "chunks", "host_memory", "gpu", "units", "atomic_files", "_compat"}
 GROUND |= {"late_weights", "namespaces", "option_values", "own_operations", "unpicklable"}
-PREFETCH = {"prefetch", "prefetch/provenance", "prefetch/computed"}
 SHARDING = {
     "sharding",
     "sharding/mapping",
@@ -25,7 +24,7 @@ SHARDING = {
 }
 CLUSTER = {"cluster", "cluster/watchdog"}
 CHECKPOINT = {"checkpoint", "checkpoint/tools"}
-BELOW_STRATEGIES = GROUND | SHARDING | CLUSTER | CHECKPOINT | PREFETCH | {"optimizers"}
+BELOW_STRATEGIES = GROUND | SHARDING | CLUSTER | CHECKPOINT | {"prefetch", "optimizers"}
 STRATEGIES = {
     "strategies",
     "strategies/run",
@@ -55,9 +54,7 @@ MAY_IMPORT = {
     "late_weights": set(),
     "_compat": {"errors", "versions"},
     "optimizers": GROUND,
-    "prefetch/provenance": GROUND,
-    "prefetch/computed": GROUND | {"prefetch/provenance"},
-    "prefetch": GROUND | {"prefetch/provenance", "prefetch/computed"},
+    "prefetch": GROUND,
     "checkpoint": GROUND,
     "checkpoint/tools": GROUND | {"checkpoint"},
     "cluster/watchdog": GROUND,
@@ -175,7 +172,7 @@ def house(tmp_path):
     write("__init__.py", "")
     write("errors.py", "import torch\n")
     write("_compat/torch.py", "from ..errors import DistRecError\n")
-    for folder in SHARDING | CLUSTER | CHECKPOINT | PREFETCH | STRATEGIES | {"optimizers", "cli"}:
+    for folder in SHARDING | CLUSTER | CHECKPOINT | STRATEGIES | {"prefetch", "optimizers", "cli"}:
         write(f"{folder}/__init__.py", "")
     write("sharding/plan.py", "from lightning_distrec._compat import x\nfrom .tables import y\n")
     write("sharding/tables.py", "from lightning_distrec import errors\n")

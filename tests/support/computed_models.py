@@ -413,9 +413,9 @@ def python_random(m: Any, b: Any) -> Rows:
 
 @shape(calls=0, refused="")
 def previous_batch(m: Any, b: Any) -> Rows:
-    before = b["a"] if m.previous is None else m.previous
+    previous = b["a"] if m.previous is None else m.previous
     m.previous = b["a"].clone()
-    return [m.t(before[:10] + 1)]
+    return [m.t(previous[:10] + 1)]
 
 
 @shape(calls=0, refused="item_to_category changes")
@@ -433,7 +433,7 @@ def bucketize(m: Any, b: Any) -> Rows:
 GLOBAL_OFFSETS = torch.tensor([0, 100, 200, 300])
 
 
-@shape()
+@shape(calls=0, refused="a tensor of unknown origin")
 def global_offsets(m: Any, b: Any) -> Rows:
     return [m.t(b["x"] + GLOBAL_OFFSETS)]
 
@@ -540,8 +540,8 @@ def fit(names: Sequence[str], depth: int = 3, steps: int = 11, epochs: int = 2, 
             trainer.fit(model)
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
-    said = [str(of.message) for of in caught if "looked up as it is called" in str(of.message)]
-    return Fitted(model.losses, {} if error else whole_state(model), model.ahead, said, error)
+    messages = [str(warning.message) for warning in caught if "looked up as it is called" in str(warning.message)]
+    return Fitted(model.losses, {} if error else whole_state(model), model.ahead, messages, error)
 
 
 def fit_at_both_depths(names: Sequence[str], options: dict[str, Any]) -> tuple[Fitted, Fitted]:

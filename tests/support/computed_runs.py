@@ -23,10 +23,10 @@ Batch = dict[str, Tensor]
 class Fields(pl.LightningModule):
     """Adds offsets to fields, cuts a history to its longest, and takes the category of an item."""
 
-    def __init__(self, by_hand: bool = False, compiler: str = "") -> None:
+    def __init__(self, manual: bool = False, compiler: str = "") -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.automatic_optimization = not by_hand
+        self.automatic_optimization = not manual
         self.offsets = torch.arange(FIELDS) * ROWS
         self.register_buffer("category_of", torch.randint(0, ROWS, (ROWS,)))
         self.fields, self.items = nn.Embedding(FIELDS * ROWS, DIM), nn.Embedding(ROWS, DIM)
@@ -94,7 +94,7 @@ class Ran:
 
     losses: list[float] = field(default_factory=list)
     state: dict[str, Tensor] = field(default_factory=dict)
-    found: dict[str, Any] = field(default_factory=dict)
+    outcomes: dict[str, Any] = field(default_factory=dict)
     """Kind of step -> what the last run logged or predicted."""
     ahead: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Kind of step -> lookups ahead in its last epoch or run, and all of them."""
@@ -105,14 +105,14 @@ class Counts(pl.Callback):
 
     def __init__(self, ran: Ran) -> None:
         self.ran = ran
-        self.before: dict[str, tuple[int, int]] = {}
+        self.counted: dict[str, tuple[int, int]] = {}
 
     def note(self, trainer: pl.Trainer, *_: Any) -> None:
         for kind, count in trainer.strategy.lookups_ahead.items():  # type: ignore[attr-defined]
-            ahead, lookups = self.before.get(kind, (0, 0))
+            ahead, lookups = self.counted.get(kind, (0, 0))
             if count.lookups > lookups:
                 self.ran.ahead[kind] = count.ahead - ahead, count.lookups - lookups
-                self.before[kind] = count.ahead, count.lookups
+                self.counted[kind] = count.ahead, count.lookups
 
     on_train_epoch_end = on_validation_end = on_test_end = on_predict_end = note
 
@@ -121,20 +121,20 @@ def run(
     depth: int,
     strategy: dict[str, Any] | None = None,
     evaluates: bool = False,
-    by_hand: bool = False,
+    manual: bool = False,
     compiler: str = "",
 ) -> Ran:
     """Fit two epochs. evaluates: validate after each; then test and predict."""
-    ran, model = Ran(), Fields(by_hand, compiler)
+    ran, model = Ran(), Fields(manual, compiler)
     options = {"convert_embeddings": "all", "prefetch": {"depth": depth}} | (strategy or {})
     trainer = make_trainer(options, max_epochs=2, callbacks=[Counts(ran)])
     trainer.fit(model, loader(1), loader(2) if evaluates else None)
     ran.losses, ran.state = model.losses, model.final_state
     if evaluates:
-        ran.found["validated"] = float(trainer.callback_metrics["score"])
+        ran.outcomes["validated"] = float(trainer.callback_metrics["score"])
         trainer.test(model, [loader(3, ONE_RUN)], verbose=False)
-        ran.found["tested"] = float(trainer.callback_metrics["score"])
-        ran.found["predicted"] = torch.cat(trainer.predict(model, loader(4, ONE_RUN)))  # type: ignore[arg-type]
+        ran.outcomes["tested"] = float(trainer.callback_metrics["score"])
+        ran.outcomes["predicted"] = torch.cat(trainer.predict(model, loader(4, ONE_RUN)))  # type: ignore[arg-type]
     return ran
 
 

@@ -117,16 +117,16 @@ class Marks(pl.Callback):
 STEP, FORWARD = ("step begins", "", ""), ("forward is queued", "", "")
 
 
-def found_in(
-    kind: type, optimizer: type, narrow: str, others: str, update: str = "auto", clip: float | None = None
+def emulate_fit(
+    kind: type, optimizer: type, narrow: str, wide: str, update: str = "auto", clip: float | None = None
 ) -> tuple[list[str], list[Any], str]:
     """Return the hazards of a fit on emulated streams, the waits of the host, and how many lookups were sent ahead.
 
-    narrow, others: the sharding type of the table of this name, and of other ones. clip: the limit of the norm.
+    narrow, wide: the sharding types of the table "narrow", and of all other ones. clip: the limit of the norm.
     As under NCCL, ids that are sent ahead have no group of their own. Three batches are in flight.
     """
     model = seeded(kind, optimizer, {"lr": 0.1}, pooling="mean")
-    strategy: dict[str, Any] = {"sharding_types": [others], "prefetch": {"depth": 3}, "convert_embeddings": "all"}
+    strategy: dict[str, Any] = {"sharding_types": [wide], "prefetch": {"depth": 3}, "convert_embeddings": "all"}
     strategy["embedding_update"] = update
     if kind is Deaf:
         strategy["tables"] = {"ebc.narrow": {"sharding_types": [narrow]}}
@@ -134,19 +134,19 @@ def found_in(
     trainer = make_trainer(strategy, callbacks=[marks], gradient_clip_val=clip)
     batches = [batch_of(kind, number) for number in range(STEPS)]
     with emulated_streams() as streams, patch.object(Consensus, "ids_group", lambda self: None):
-        marks.waits = streams.found.waits
+        marks.waits = streams.reports.waits
         trainer.fit(model, DataLoader(batches, batch_size=None))
     ahead = str(trainer.strategy.lookups_ahead.get("training 0"))
-    return sorted(set(streams.found.hazards)), streams.found.waits, ahead
+    return sorted(set(streams.reports.hazards)), streams.reports.waits, ahead
 
 
-def found_in_torchrecs_pipeline() -> list[list[Any]]:
+def emulate_torchrec_pipeline() -> list[list[Any]]:
     """Return what the host waits for in each step of torchrec's TrainPipelineSparseDist, over table-wise tables."""
     with emulated_streams() as streams:
         os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())
         turn = Turn(1, STEPS - 4, 3)
-        by_hand = ByHandPrefetched(60, Batches(60, turn.steps, dist.get_rank(), num_tables=2, batch_size=8), turn)
+        manual = ByHandPrefetched(60, Batches(60, turn.steps, dist.get_rank(), num_tables=2, batch_size=8), turn)
         begins: list[int] = []
-        by_hand.clock = lambda: float(begins.append(len(streams.found.waits)) or 0)  # type: ignore[func-returns-value]
-        by_hand.turn()
-    return [streams.found.waits[begin:end] for begin, end in pairwise(begins)]
+        manual.clock = lambda: float(begins.append(len(streams.reports.waits)) or 0)  # type: ignore[func-returns-value]
+        manual.turn()
+    return [streams.reports.waits[begin:end] for begin, end in pairwise(begins)]

@@ -94,7 +94,7 @@ class Memory:
 
 @dataclass
 class Found:
-    """What was found."""
+    """What was observed."""
 
     hazards: list[str] = field(default_factory=list)
     waits: list[tuple[str, str, str]] = field(default_factory=list)
@@ -106,7 +106,7 @@ class EmulatedStreams(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found = Found()
+        self.reports = Found()
         self.default = self.current = Stream("step")
         self._streams = [self.default]
         self._idle: dict[Stream, int] = {}
@@ -120,12 +120,12 @@ class EmulatedStreams(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         returns = func._schema.returns
-        if any(of.alias_info is not None and not of.alias_info.is_write for of in returns):
+        if any(argument.alias_info is not None and not argument.alias_info.is_write for argument in returns):
             return result  # a view: nothing runs
         written = [
             _tensors(value)
-            for of, value in _with_values(func._schema.arguments, args, kwargs)
-            if of.alias_info is not None and of.alias_info.is_write
+            for argument, value in _with_values(func._schema.arguments, args, kwargs)
+            if argument.alias_info is not None and argument.alias_info.is_write
         ]
         outputs = [tensor for tensors in written for tensor in tensors]
         self.run(func.__name__, _tensors([args, kwargs]), [*outputs, *_tensors(result)])
@@ -143,7 +143,7 @@ class EmulatedStreams(TorchDispatchMode):
             for key in gone:
                 del self._memory[key]
         stream = self.current
-        now = stream.clock[stream] = stream.clock.get(stream, 0) + 1
+        tick = stream.clock[stream] = stream.clock.get(stream, 0) + 1
         for user, time, text in self._freed.pop(stream, ()):
             if not stream.has_seen(user, time):
                 self._hazard(text)
@@ -151,17 +151,17 @@ class EmulatedStreams(TorchDispatchMode):
             memory = self.memory_of(tensor)
             if memory.written is not None and not stream.has_seen(*memory.written):
                 self._hazard(f"unordered: {name} on '{stream.name}' reads what '{memory.written[0].name}' writes")
-            self._use(memory, stream, now)
+            self._use(memory, stream, tick)
         for tensor in outputs:
             memory = self.memory_of(tensor, made_on=stream)
             for reader, time in memory.read.items():
                 if not stream.has_seen(reader, time):
                     self._hazard(f"unordered: {name} on '{stream.name}' overwrites what '{reader.name}' reads")
-            memory.written = stream, now
-            self._use(memory, stream, now)
+            memory.written = stream, tick
+            self._use(memory, stream, tick)
 
-    def _use(self, memory: Memory, stream: Stream, now: int) -> None:
-        memory.read[stream] = now
+    def _use(self, memory: Memory, stream: Stream, tick: int) -> None:
+        memory.read[stream] = tick
         if memory.stream not in (None, stream):
             self._shared.add(memory.reference.cdata)
 
@@ -187,11 +187,11 @@ class EmulatedStreams(TorchDispatchMode):
                     self._freed.setdefault(owner, []).append((user, time, text + memory.made_at))
 
     def _hazard(self, text: str) -> None:
-        self.found.hazards.append(f"{text}, at {_place()}")
+        self.reports.hazards.append(f"{text}, at {_place()}")
 
-    def host_waits(self, what: str) -> None:
+    def host_waits(self, event: str) -> None:
         """Note that the host waits for the current stream."""
-        self.found.waits.append((self.current.name, what, _place()))
+        self.reports.waits.append((self.current.name, event, _place()))
 
     def synchronize(self, *_: Any) -> None:
         """All streams are idle: each comes after all others."""
@@ -199,7 +199,7 @@ class EmulatedStreams(TorchDispatchMode):
         self._idle = latest
         for stream in self._streams:
             stream.clock |= latest
-        self.found.waits.append(("all", "synchronize", _place()))
+        self.reports.waits.append(("all", "synchronize", _place()))
 
     def make_stream(self, device: Any = None, priority: int = 0) -> Stream:
         """In the place of torch.cuda.Stream."""
@@ -210,11 +210,11 @@ class EmulatedStreams(TorchDispatchMode):
     @contextmanager
     def on(self, stream: Stream | None) -> Iterator[None]:
         """In the place of torch.cuda.stream, which does nothing for None."""
-        before, self.current = self.current, stream or self.current
+        previous, self.current = self.current, stream or self.current
         try:
             yield
         finally:
-            self.current = before
+            self.current = previous
 
     def record(self, tensor: torch.Tensor, stream: Stream) -> None:
         """In the place of Tensor.record_stream."""
@@ -254,7 +254,7 @@ class EmulatedStreams(TorchDispatchMode):
 def emulated_streams() -> Iterator[EmulatedStreams]:
     """Inside of the context this CPU behaves as a GPU with streams."""
     mode = EmulatedStreams()
-    to, tolist, empty, build_ddp = torch.Tensor.to, torch.Tensor.tolist, torch.empty, DDPStrategy._setup_model
+    tensor_to, tolist, empty, build_ddp = torch.Tensor.to, torch.Tensor.tolist, torch.empty, DDPStrategy._setup_model
 
     def tolist_and_wait(tensor: torch.Tensor) -> Any:
         if not getattr(tensor, "emulated_pinned", False):
@@ -278,7 +278,7 @@ def emulated_streams() -> Iterator[EmulatedStreams]:
         "torch.cuda.synchronize": mode.synchronize,
         "torch.Tensor.record_stream": lambda tensor, stream: mode.record(tensor, stream),
         "torch.Tensor.pin_memory": lambda tensor, device=None: mode.pin(tensor),
-        "torch.Tensor.to": functools.partialmethod(lambda tensor, *a, **k: mode.to(to, tensor, *a, **k)),
+        "torch.Tensor.to": functools.partialmethod(lambda tensor, *a, **k: mode.to(tensor_to, tensor, *a, **k)),
         "torch.Tensor.tolist": tolist_and_wait,
         "torch.empty": empty_or_pinned,
         "lightning.pytorch.strategies.ddp.DDPStrategy._setup_model": build_ddp_beside,
@@ -294,11 +294,11 @@ def emulated_streams() -> Iterator[EmulatedStreams]:
 
 
 def _with_values(arguments: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
-    for i, of in enumerate(arguments):
-        if i < len(args) and not of.kwarg_only:
-            yield of, args[i]
-        elif of.name in kwargs:
-            yield of, kwargs[of.name]
+    for i, argument in enumerate(arguments):
+        if i < len(args) and not argument.kwarg_only:
+            yield argument, args[i]
+        elif argument.name in kwargs:
+            yield argument, kwargs[argument.name]
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
@@ -311,9 +311,11 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 def _place() -> str:
     """Return the innermost lines of ours that led here."""
-    frame, ours = sys._getframe(2), []
-    while frame is not None and len(ours) < 3:
+    frame, frames = sys._getframe(2), []
+    while frame is not None and len(frames) < 3:
         if "/lightning_distrec/" in frame.f_code.co_filename:
-            ours.append(f"{'/'.join(frame.f_code.co_filename.split('/')[-2:])}:{frame.f_lineno} {frame.f_code.co_name}")
+            frames.append(
+                f"{'/'.join(frame.f_code.co_filename.split('/')[-2:])}:{frame.f_lineno} {frame.f_code.co_name}"
+            )
         frame = frame.f_back  # type: ignore[assignment]
-    return " < ".join(ours) or "the user's code"
+    return " < ".join(frames) or "the user's code"

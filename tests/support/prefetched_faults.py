@@ -19,13 +19,15 @@ from tests.support.ranks import rank_and_num_ranks
 class Fails(Watched):
     """Fails where it is told to. ranks: those that fail; at: number of the batch; kind: what is raised."""
 
-    def __init__(self, where: str, at: int, ranks: tuple[int, ...], kind: type[BaseException] = ValueError) -> None:
+    def __init__(
+        self, place: str, batch_number: int, ranks: tuple[int, ...], kind: type[BaseException] = ValueError
+    ) -> None:
         super().__init__()
-        self.where, self.at, self.ranks, self.kind = where, at, ranks, kind
+        self.place, self.batch_number, self.ranks, self.kind = place, batch_number, ranks, kind
 
-    def fail(self, where: str, batch: Batch) -> None:
+    def fail(self, place: str, batch: Batch) -> None:
         """Raise, where and when it is due."""
-        if where == self.where and int(batch["name"][0]) % 1000 == self.at and self.global_rank in self.ranks:
+        if place == self.place and int(batch["name"][0]) % 1000 == self.batch_number and self.global_rank in self.ranks:
             raise self.kind("the user's code failed")
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
@@ -58,22 +60,24 @@ class IdOutOfRange(Watched):
         return batch
 
 
-def fails(depth: int, where: str, at: int, ranks: tuple[int, ...], kind: type[BaseException] = ValueError) -> Seen:
+def fails(
+    depth: int, place: str, batch_number: int, ranks: tuple[int, ...], kind: type[BaseException] = ValueError
+) -> Seen:
     """Fit a model that fails; then, where all ranks did, fit another one."""
-    model: Callable[[], Any] = partial(Fails, where, at, ranks, kind)
+    model: Callable[[], Any] = partial(Fails, place, batch_number, ranks, kind)
     seen = fit(
         depth, partial(sized, 5), partial(sized, 3, 500), model=model, val_check_interval=2, catch=(kind, Exception)
     )
     if len(ranks) == rank_and_num_ranks()[1]:
-        again = fit(depth, partial(sized, 4), partial(unsized, 2, 500), max_epochs=2)
-        seen.returned = (again.diary, again.state)
+        second_fit = fit(depth, partial(sized, 4), partial(unsized, 2, 500), max_epochs=2)
+        seen.returned = (second_fit.diary, second_fit.state)
     return seen
 
 
 def loader_fails(depth: int, kind: str) -> Seen:
     """Fit with a loader that fails on rank 1 at its fourth batch."""
-    at = 3 if rank_and_num_ranks()[0] == 1 else None
-    dataset = Numbered(6, fails_at=at) if kind == "sized" else Stream(6, fails_at=at)
+    batch_number = 3 if rank_and_num_ranks()[0] == 1 else None
+    dataset = Numbered(6, fails_at=batch_number) if kind == "sized" else Stream(6, fails_at=batch_number)
     return fit(depth, lambda: DataLoader(dataset, batch_size=None), catch=(Exception,))
 
 
@@ -84,8 +88,8 @@ def id_out_of_range(depth: int) -> Seen:
 
 def validation_loader_fails(depth: int) -> Seen:
     """Validate with a sized loader that fails on rank 1, and one of unknown length after it."""
-    at = 3 if rank_and_num_ranks()[0] == 1 else None
-    loaders = [DataLoader(Numbered(4, 500, at), batch_size=None), unsized(3, 600)]
+    batch_number = 3 if rank_and_num_ranks()[0] == 1 else None
+    loaders = [DataLoader(Numbered(4, 500, batch_number), batch_size=None), unsized(3, 600)]
     return seen_by(depth, lambda t, m: t.validate(m, loaders, verbose=False), catch=(Exception,))
 
 

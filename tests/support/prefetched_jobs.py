@@ -70,9 +70,9 @@ class LoopJob(_Plain):
     def _model(self) -> Any:
         if self.fails is None:
             return MODELS[self.model]()
-        where, at = self.fails
-        ranks = (self.num_ranks - 1,) if where == "transfer hook" else tuple(range(self.num_ranks))
-        return Fails(where, at, ranks)
+        place, batch_number = self.fails
+        ranks = (self.num_ranks - 1,) if place == "transfer hook" else tuple(range(self.num_ranks))
+        return Fails(place, batch_number, ranks)
 
 
 @st.composite

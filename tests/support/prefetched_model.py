@@ -61,9 +61,9 @@ class Watched(pl.LightningModule):
         """Return the loss of a batch."""
         return nn.functional.binary_cross_entropy_with_logits(self(batch), batch["label"])
 
-    def note(self, what: str, *values: Any) -> None:
+    def note(self, event: str, *values: Any) -> None:
         """Write a line."""
-        self.diary.append((what, *values))
+        self.diary.append((event, *values))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
         loss = self.loss_of(batch)
@@ -111,11 +111,11 @@ class DeclaresIds(ComputesIds):
 class Diarist(pl.Callback):
     """Writes into the model's diary what callbacks see."""
 
-    def _note(self, trainer: pl.Trainer, module: Any, what: str, *values: Any) -> None:
+    def _note(self, trainer: pl.Trainer, module: Any, event: str, *values: Any) -> None:
         progress = trainer.fit_loop.epoch_loop.batch_progress
         validation = trainer.fit_loop.epoch_loop.val_loop.batch_progress
         seen = (trainer.global_step, trainer.current_epoch, progress.current.ready, progress.current.completed)
-        module.note(what, *values, *seen, trainer.is_last_batch, validation.is_last_batch)
+        module.note(event, *values, *seen, trainer.is_last_batch, validation.is_last_batch)
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         self._note(trainer, module, "epoch starts")

@@ -25,9 +25,9 @@ class Seen:
     ahead: dict[str, int] = field(default_factory=dict)
     """Kind of step -> lookups whose ids had travelled before the step; not the same at every depth."""
 
-    def of(self, what: str) -> list[Any]:
+    def of(self, event: str) -> list[Any]:
         """Return the lines of the diary about this."""
-        return [line[1:] for line in self.diary if line[0] == what]
+        return [line[1:] for line in self.diary if line[0] == event]
 
     @property
     def trained(self) -> list[Any]:
@@ -38,8 +38,10 @@ class Seen:
 def trainer_at(depth: int, strategy: dict[str, Any] | None = None, **options: Any) -> pl.Trainer:
     """Return a trainer that keeps a diary."""
     callbacks = [Diarist(), *options.pop("callbacks", [])]
-    chosen = {"convert_embeddings": "all", "prefetch": {"depth": depth}} | (strategy or {})
-    return make_trainer(chosen, **{"logger": Written(), "log_every_n_steps": 1} | options, callbacks=callbacks)
+    strategy_options = {"convert_embeddings": "all", "prefetch": {"depth": depth}} | (strategy or {})
+    return make_trainer(
+        strategy_options, **{"logger": Written(), "log_every_n_steps": 1} | options, callbacks=callbacks
+    )
 
 
 def seen_by(
@@ -63,29 +65,29 @@ def seen_by(
     return seen
 
 
-def differences(found: Seen, wanted: Seen) -> str:
+def differences(actual: Seen, expected: Seen) -> str:
     """Return where two runs differ in anything but what travelled ahead, "" where they do not."""
     problems = []
-    for line, (mine, other) in enumerate(zip(found.diary, wanted.diary, strict=False)):
-        if not same(mine, other):
-            problems.append(f"line {line} of the diary is {mine}, not {other}")
+    for line, (entry, other) in enumerate(zip(actual.diary, expected.diary, strict=False)):
+        if not same(entry, other):
+            problems.append(f"line {line} of the diary is {entry}, not {other}")
             break
-    if len(found.diary) != len(wanted.diary):
-        problems.append(f"the diary has {len(found.diary)} lines, not {len(wanted.diary)}")
+    if len(actual.diary) != len(expected.diary):
+        problems.append(f"the diary has {len(actual.diary)} lines, not {len(expected.diary)}")
     for name in ("state", "metrics", "logged", "raised", "returned"):
-        if not same(getattr(found, name), getattr(wanted, name)):
-            problems.append(f"{name}: {getattr(found, name)!r} is not {getattr(wanted, name)!r}"[:2000])
+        if not same(getattr(actual, name), getattr(expected, name)):
+            problems.append(f"{name}: {getattr(actual, name)!r} is not {getattr(expected, name)!r}"[:2000])
     return "\n".join(problems)
 
 
-def same(one: Any, other: Any) -> bool:
+def same(value: Any, other: Any) -> bool:
     """Whether two values are equal to the last bit, tensors within them too; a NaN equals a NaN."""
-    if type(one) is not type(other):
+    if type(value) is not type(other):
         return False
-    if isinstance(one, Tensor):
-        return one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other) or (one != one and other != other)
+    if isinstance(value, Tensor):
+        return value.shape == other.shape and torch.equal(value, other)
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(same(value[key], other[key]) for key in value)
+    if isinstance(value, (list, tuple)):
+        return len(value) == len(other) and all(map(same, value, other))
+    return bool(value == other) or (value != value and other != other)

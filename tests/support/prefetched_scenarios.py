@@ -148,9 +148,9 @@ class KeepsIndices(BasePredictionWriter):
         super().__init__("batch_and_epoch")
 
     def write_on_batch_end(
-        self, trainer: Any, module: Any, prediction: Any, indices: Any, batch: Any, *at: int
+        self, trainer: Any, module: Any, prediction: Any, indices: Any, batch: Any, *batch_indices: int
     ) -> None:
-        module.note("written", list(indices), names_in(batch), *at)
+        module.note("written", list(indices), names_in(batch), *batch_indices)
 
     def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
         module.note("all written", indices)
@@ -180,10 +180,10 @@ def _early_stopping(depth: int) -> Seen:
     return fit(depth, partial(sized, 6), partial(sized, 2, 500), max_epochs=5, callbacks=[stopping])
 
 
-def _combined(depth: int, mode: Any, one: Callable[[], Any], other: Callable[[], Any]) -> Seen:
+def _combined(depth: int, mode: Any, first: Callable[[], Any], other: Callable[[], Any]) -> Seen:
     return fit(
         depth,
-        lambda: CombinedLoader({"one": one(), "other": other()}, mode),
+        lambda: CombinedLoader({"one": first(), "other": other()}, mode),
         model=TwoLoaders,
         max_epochs=2,
         catch=(DistRecError,),
@@ -272,13 +272,13 @@ SCENARIOS: dict[str, Scenario] = {
     "shuffled": _shuffled,
     "profiler": partial(fit, train=partial(sized, 4), val=val, profiler="simple"),
     "one table lookup less": partial(fit, train=partial(sized, 4), strategy={"convert_embeddings": "none"}),
-    "min_size": partial(_combined, mode="min_size", one=partial(sized, 5), other=partial(sized, 3, 50)),
-    "min_size unsized": partial(_combined, mode="min_size", one=partial(unsized, 5), other=partial(unsized, 3, 50)),
-    "max_size_cycle": partial(_combined, mode="max_size_cycle", one=partial(sized, 3), other=partial(sized, 5, 50)),
+    "min_size": partial(_combined, mode="min_size", first=partial(sized, 5), other=partial(sized, 3, 50)),
+    "min_size unsized": partial(_combined, mode="min_size", first=partial(unsized, 5), other=partial(unsized, 3, 50)),
+    "max_size_cycle": partial(_combined, mode="max_size_cycle", first=partial(sized, 3), other=partial(sized, 5, 50)),
     "max_size_cycle unsized": partial(
-        _combined, mode="max_size_cycle", one=partial(unsized, 3), other=partial(unsized, 5, 50)
+        _combined, mode="max_size_cycle", first=partial(unsized, 3), other=partial(unsized, 5, 50)
     ),
-    "max_size": partial(_combined, mode="max_size", one=partial(sized, 3), other=partial(sized, 5, 50)),
+    "max_size": partial(_combined, mode="max_size", first=partial(sized, 3), other=partial(sized, 5, 50)),
     "saved": partial(_saved, loader=_resumable),
     "saved unsized": partial(_saved, loader=partial(_resumable, has_length=False)),
     "saved endless": partial(_saved, loader=partial(_resumable, True, False), limit_train_batches=4),

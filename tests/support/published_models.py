@@ -26,8 +26,8 @@ Published = tuple[str, nn.Module, Callable[[Any], Tensor], Callable[[int], Any]]
 
 def install(folder: Path) -> str:
     """Install the packages, without what they depend on, into a folder; returns why that failed, or ""."""
-    each = (installing.install(folder / name.partition("==")[0], [name], "--no-deps") for name in PACKAGES)
-    return next(filter(None, each), "")
+    failures = (installing.install(folder / name.partition("==")[0], [name], "--no-deps") for name in PACKAGES)
+    return next(filter(None, failures), "")
 
 
 class Missing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -117,7 +117,7 @@ def widedeep() -> Iterator[Published]:
     from pytorch_widedeep.models.tabular.mlp.tab_mlp import TabMlp
 
     names = [f"c{i}" for i in range(4)]
-    at = {name: i for i, name in enumerate([*names, "d"])}
+    positions = {name: i for i, name in enumerate([*names, "d"])}
 
     def batch(size: int) -> Any:
         return {"wide": columns(size).float(), "tab": torch.cat([columns(size).float(), torch.rand(size, 1)], 1)}
@@ -125,7 +125,7 @@ def widedeep() -> Iterator[Published]:
     wide = Wide(sum(FIELDS))
     yield "Wide", wide, (lambda batch: wide(batch["wide"])), batch
     embedded = [(name, rows, 8) for name, rows in zip(names, FIELDS, strict=True)]
-    tab = TabMlp(column_idx=at, cat_embed_input=embedded, continuous_cols=["d"])
+    tab = TabMlp(column_idx=positions, cat_embed_input=embedded, continuous_cols=["d"])
     yield "TabMlp", tab, (lambda batch: tab(batch["tab"])), batch
 
 
@@ -191,7 +191,7 @@ def fit(family: str, folder: str, depth: int) -> dict[str, tuple[list[float], li
     sys.path.insert(0, str(Path(folder) / PACKAGES[list(FAMILIES).index(family)].partition("==")[0]))
     if not any(isinstance(finder, Missing) for finder in sys.meta_path):
         sys.meta_path.insert(0, Missing())
-    found = {}
+    results = {}
     torch.manual_seed(0)
     np.random.seed(0)
     for name, model, loss, make in FAMILIES[family]():
@@ -203,8 +203,8 @@ def fit(family: str, folder: str, depth: int) -> dict[str, tuple[list[float], li
         )
         torch.manual_seed(7)
         trainer.fit(trained, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-        found[name] = trained.losses, trained.ahead
-    return found
+        results[name] = trained.losses, trained.ahead
+    return results
 
 
 def fit_at_both_depths(family: str, folder: str) -> Any:

@@ -47,9 +47,9 @@ class Published(NamedTuple):
 
 def install(folder: Path) -> str:
     """Install the packages into folders; returns why that failed, or ""."""
-    wanted = {name: list(packages) for name, packages in PACKAGES.items()} | {"needed": list(NEEDED)}
-    each = (installing.install(folder / name, packages, "--no-deps") for name, packages in wanted.items())
-    return next(filter(None, each), "")
+    packages = {name: list(packages) for name, packages in PACKAGES.items()} | {"needed": list(NEEDED)}
+    failures = (installing.install(folder / name, packages, "--no-deps") for name, packages in packages.items())
+    return next(filter(None, failures), "")
 
 
 def folders(folder: Path) -> list[Path]:
@@ -88,7 +88,7 @@ def replay_sasrec() -> Published:
     module = SasRec(_replay_schema(), hidden_size=16, max_seq_len=LENGTH, dropout_rate=0.0)
     gathered = {"tables": {"*item_emb": {"gathered_weight": True}}}
     return Published(
-        module, [batch() for _ in range(2 * STEPS)], lambda it, given: it.predict(dict(given)), gathered, True
+        module, [batch() for _ in range(2 * STEPS)], lambda it, batch: it.predict(dict(batch)), gathered, True
     )
 
 
@@ -107,7 +107,7 @@ def replay_bert4rec() -> Published:
     module = Bert4Rec(_replay_schema(), hidden_size=16, max_seq_len=LENGTH, dropout_rate=0.0)
     gathered = {"tables": {"*item_id": {"gathered_weight": True}}}
     return Published(
-        module, [batch() for _ in range(2 * STEPS)], lambda it, given: it.predict(dict(given)), gathered, True
+        module, [batch() for _ in range(2 * STEPS)], lambda it, batch: it.predict(dict(batch)), gathered, True
     )
 
 
@@ -141,8 +141,8 @@ def _rectools(kind: str) -> Published:
 
     def recommend(module: pl.LightningModule, _: Any) -> Any:
         model.lightning_model, model.is_fitted = module, True
-        found = model.recommend(np.arange(20), dataset, k=5, filter_viewed=True)
-        return torch.tensor(found[Columns.Score].to_numpy()), found[Columns.Item].tolist()
+        recommended = model.recommend(np.arange(20), dataset, k=5, filter_viewed=True)
+        return torch.tensor(recommended[Columns.Score].to_numpy()), recommended[Columns.Item].tolist()
 
     return Published(model.lightning_model, batches, recommend, {})
 
@@ -184,7 +184,7 @@ def tft() -> Published:
     return Published(
         module,
         batches,
-        lambda it, given: it(given[0])["prediction"],
+        lambda it, batch: it(batch[0])["prediction"],
         {"checkpoint": {"pickles": True}, "find_unused_parameters": True},
     )
 

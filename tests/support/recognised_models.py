@@ -474,11 +474,11 @@ class Alternates(Recommender):
         return self.table(batch["user"]).mean(1)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        tables, rest = self.optimizers()
+        tables, dense = self.optimizers()
         for ids, optimizers in (
             (batch["user"], [tables]),
-            (batch["user"], [tables, rest]),
-            (batch["negative"], [rest]),
+            (batch["user"], [tables, dense]),
+            (batch["negative"], [dense]),
         ):
             loss = self.loss(self.table(ids).mean(1))
             for optimizer in optimizers:
@@ -598,8 +598,8 @@ class Evaluated(CalledThrice):
         return (self.table(batch["user"]) * self.table(batch["positive"])).mean(1)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        one, other = (batch["user"], batch["negative"]) if dataloader_idx == 0 else batch
-        self.log("validated", self.score(self.table(one) * self.table(other)).mean(), sync_dist=True, batch_size=1)
+        first, other = (batch["user"], batch["negative"]) if dataloader_idx == 0 else batch
+        self.log("validated", self.score(self.table(first) * self.table(other)).mean(), sync_dist=True, batch_size=1)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("tested", self.score(self.table(batch["sparse"][:, 1])).mean(), sync_dist=True, batch_size=1)
@@ -634,7 +634,7 @@ def evaluate(depth: int) -> dict[str, Any]:
     metrics: dict[str, float] = {}
 
     def log() -> None:
-        metrics.update({f"{trainer.state.fn} {name}": float(of) for name, of in trainer.callback_metrics.items()})
+        metrics.update({f"{trainer.state.fn} {name}": float(value) for name, value in trainer.callback_metrics.items()})
 
     trainer.fit(model, loader(dict, 0), validating)
     log()
@@ -649,14 +649,14 @@ def evaluate(depth: int) -> dict[str, Any]:
 class GoesWrong(Recommender):
     """Does something else in its third step, on some ranks."""
 
-    how, ranks = "", ()
+    fault, ranks = "", ()
 
     def build(self) -> None:
         self.table, self.other = nn.Embedding(ROWS, DIM), nn.Embedding(ROWS, DIM)
 
-    def wrong(self, how: str, batch_idx: int) -> bool:
+    def wrong(self, fault: str, batch_idx: int) -> bool:
         """Whether to do this now."""
-        return self._trainer is not None and batch_idx == 2 and self.how == how and self.global_rank in self.ranks
+        return self._trainer is not None and batch_idx == 2 and self.fault == fault and self.global_rank in self.ranks
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.wrong("written", batch_idx):
@@ -673,10 +673,10 @@ class GoesWrong(Recommender):
         return (rows * other).mean(1)
 
 
-def go_wrong(how: str, ranks: tuple[int, ...], rows: str, depth: int = 3) -> tuple[str, str, float, int]:
+def go_wrong(fault: str, ranks: tuple[int, ...], rows: str, depth: int = 3) -> tuple[str, str, float, int]:
     """Train a model that goes wrong; returns what was raised, after how many seconds, in which step."""
     model = GoesWrong()
-    model.how, model.ranks = how, ranks
+    model.fault, model.ranks = fault, ranks
     batches = [draw(step, rank_of_this(), size=6) for step in range(STEPS)]
     options = {"convert_embeddings": "all", "sharding_types": [rows], "prefetch": {"depth": depth}}
     begin = time.perf_counter()
@@ -728,12 +728,12 @@ def fit(
 def _declared(model: Recommender) -> tuple[int, bool] | None:
     if not isinstance(model, Declares):
         return None
-    return len(model.made), all(one is other for one, other in zip(model.made, model.in_step, strict=False))
+    return len(model.made), all(made is other for made, other in zip(model.made, model.in_step, strict=False))
 
 
-def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, float]:
+def moved(earlier: dict[str, Tensor], later: dict[str, Tensor]) -> dict[str, float]:
     """Return how far each weight moved; on ranks without the whole state, nothing."""
-    return {name: float((after[name] - value).abs().max()) for name, value in before.items() if name in after}
+    return {name: float((later[name] - value).abs().max()) for name, value in earlier.items() if name in later}
 
 
 def compare(kind: type[Recommender], *args: Any, depth: int = 3) -> dict[str, Any]:

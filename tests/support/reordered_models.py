@@ -115,7 +115,7 @@ class InDictOfKjts(Reordered):
 
     @staticmethod
     def batch(ids: dict[str, Tensor]) -> Any:
-        return {key: one_each([key], of_feature) for key, of_feature in ids.items()}
+        return {key: one_each([key], feature_ids) for key, feature_ids in ids.items()}
 
     def features(self, batch: Any) -> KeyedJaggedTensor:
         return KeyedJaggedTensor.concat(list(batch.values()))

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_distrec._compat.lightning_checkpoints import update_plateaus_of_this_epoch
 from lightning_distrec.checkpoint.load import Loaded
 from lightning_distrec.cluster.consensus import Consensus
-from lightning_distrec.prefetch.position import PositionedLoader, adapt_progress, resumable, states_of_all_ranks
+from lightning_distrec.prefetch.position import PositionedLoader, adapt_progress, merge_states, resumable
 
 
 def generator_states() -> dict[str, Any]:
@@ -115,7 +115,7 @@ class Positions:
         state = checkpoint["loops"]["fit_loop"]["state_dict"]
         loader_states: list[Any] = state.pop("combined_loader", [])
         # Every rank gathers, though only rank 0 writes them.
-        if shared := states_of_all_ranks(self._ranks.all_gather(loader_states)):
+        if shared := merge_states(self._ranks.all_gather(loader_states)):
             state[POSITIONS] = shared
         states = {name: holder.state() for name, holder in self._rank_states.items()}
         return {"loaders": loader_states, "generators": generator_states(), **states}

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_distrec._compat.lightning import train_dataloaders
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.prefetch.peek import first_batches, loaders_in, unchanged, why_not
+from lightning_distrec.prefetch.peek import first_batches, loaders_in, peek_obstacle, unchanged
 from lightning_distrec.strategies.estimates.block_profile import time_steps
 from lightning_distrec.strategies.stages.chain import find_chain
 from lightning_distrec.strategies.stages.step_effects import LoggedValues
@@ -46,7 +46,7 @@ def _first_batch(trainer: Trainer) -> Any:
     """Return the first batch of the first loader that can be looked at. Raises ConfigError: there is none."""
     obstacle = "there are no batches to train on"
     for loader in loaders_in(train_dataloaders(trainer)):
-        if reason := why_not(loader):
+        if reason := peek_obstacle(loader):
             obstacle = reason
             continue
         with closing(first_batches(loader, 1)) as batches:

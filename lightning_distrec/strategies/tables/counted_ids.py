@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_distrec._compat.lightning import train_dataloaders
-from lightning_distrec.prefetch.peek import first_batches, loaders_in, unchanged, why_not
+from lightning_distrec.prefetch.peek import first_batches, loaders_in, peek_obstacle, unchanged
 from lightning_distrec.sharding.planning.constraints import TableConstraints
 from lightning_distrec.sharding.planning.id_counts import IdCounts
 from lightning_distrec.sharding.tables import Table
@@ -49,7 +49,7 @@ def _count(
     try:
         with unchanged(include_cuda=device.type == "cuda"), torch.no_grad():
             for loader in loaders_in(train_dataloaders(trainer)):
-                if reason := why_not(loader):
+                if reason := peek_obstacle(loader):
                     notes.append(reason)
                     continue
                 with closing(first_batches(loader, num_batches)) as batches:

@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -23,17 +24,15 @@ from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.late_weights import LateWeights
 from lightning_distrec.own_operations import OWN
-from lightning_distrec.prefetch.computed.recorder import Recorder
+from lightning_distrec.prefetch.batch_objects import BatchObjects
 from lightning_distrec.prefetch.even_batches import EndPolicy
 from lightning_distrec.prefetch.fetcher import PrefetchFetcher, ReadyBatch
 from lightning_distrec.prefetch.in_flight_batch import InFlightBatch
 from lightning_distrec.prefetch.learner import Learner
-from lightning_distrec.prefetch.options import PrefetchOptions
-from lightning_distrec.prefetch.prefetcher import IdsExchange, Prefetcher
-from lightning_distrec.prefetch.provenance.batch_objects import BatchObjects
-from lightning_distrec.prefetch.provenance.same_input import has_same_leaves
-from lightning_distrec.prefetch.provenance.sources import BatchRoots
-from lightning_distrec.prefetch.streams import Streams, moved_jagged, pinned
+from lightning_distrec.prefetch.prefetcher import IdsExchange, Prefetcher, PrefetchOptions
+from lightning_distrec.prefetch.recorder import Recorder
+from lightning_distrec.prefetch.sources import BatchRoots, has_same_leaves
+from lightning_distrec.prefetch.streams import Streams, move_jagged, pin
 from lightning_distrec.sharding.lookup.ids_exchange import start_exchange
 from lightning_distrec.sharding.lookup.request import LookupRequest
 from lightning_distrec.sharding.lookup.sharded_lookup import LookedUp, ShardedLookup
@@ -133,22 +132,19 @@ class Prefetching:
 
     def __init__(
         self,
-        trainer: Trainer,
+        strategy: DDPStrategy,
         module: LightningModule,
         tables: RunTables,
         options: PrefetchOptions,
         consensus: Consensus,
         end: EndPolicy,
-        move: Callable[[Any, int], Any],
-        device: torch.device,
     ) -> None:
-        self._trainer = trainer
+        trainer = module.trainer
+        self._strategy = strategy
         self._module = module
         self._end = end
-        self._move = move
         self._changes = RowChanges()
-        self._device = device
-        self._streams = Streams(device)
+        self._streams = Streams(strategy.root_device)
         movers = (mover for mover in (module, trainer.datamodule) if mover is not None)  # type: ignore[attr-defined]
         self._moves_itself = any(is_overridden("transfer_batch_to_device", mover) for mover in movers)
         self._fetchers: dict[str, PrefetchFetcher] = {}
@@ -218,13 +214,13 @@ class Prefetching:
 
     def _make_ready(self, in_flight: InFlightBatch, batch: Any, dataloader_idx: int) -> None:
         with self._streams.copying(batch):
-            batch = self._trainer.precision_plugin.convert_input(batch)
+            batch = self._strategy.precision_plugin.convert_input(batch)
             batch = call_transfer_hook(self._module, batch, dataloader_idx)
             if self._streams.on_gpu:  # last: conversions and hooks return memory that is not pinned
-                batch = pinned(batch)
+                batch = pin(batch)
                 if not self._moves_itself:
-                    batch = moved_jagged(batch, self._device)
-            in_flight.batch = self._move(batch, dataloader_idx)
+                    batch = move_jagged(batch, self._strategy.root_device)
+            in_flight.batch = self._strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
             sparse_inputs = None if self._sparse_inputs is None else self._sparse_inputs(in_flight.batch)
         in_flight.roots = BatchRoots(in_flight.batch, sparse_inputs)
         in_flight.copied = self._streams.copied(in_flight.roots)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tests.support.click_model import ClickModel, EvaluatedModel, make_batch, seeded
-from tests.support.emulated_fits import STEP, Deaf, batch_of, found_in
+from tests.support.emulated_fits import STEP, Deaf, batch_of, emulate_fit
 from tests.support.trainers import DEFAULTS, make_trainer
 
 SYNC = "called a synchronizing"
@@ -154,7 +154,7 @@ def syncs(device: str, small: bool) -> Found:
         waits = _waits_on_gpu()
         actual.notes.append("torch.cuda.set_sync_debug_mode does not see waits for events and streams.")
     else:
-        _, noted, _ = found_in(Deaf, torch.optim.SGD, "table_wise", "row_wise")
+        _, noted, _ = emulate_fit(Deaf, torch.optim.SGD, "table_wise", "row_wise")
         begins = [i for i, wait in enumerate(noted) if wait == STEP]
         steps = [noted[begin:end] for begin, end in zip(begins, begins[1:], strict=False)][6:-3]
         places = [f"{stream}: {place.partition(' <')[0]}" for step in steps for stream, name, place in step if name]

@@ -27,38 +27,38 @@ QUICK = [
 
 def fit(names: Any, **options: Any) -> list[tuple[Fitted, Fitted]]:
     """Return what each rank found; no number is another one than without look-ahead."""
-    of_ranks: list[tuple[Fitted, Fitted]] = run_on_warm_ranks(models.fit_at_both_depths, 2, names, options)
-    for plain, ahead in of_ranks:
+    per_rank_results: list[tuple[Fitted, Fitted]] = run_on_warm_ranks(models.fit_at_both_depths, 2, names, options)
+    for plain, ahead in per_rank_results:
         assert (plain.error, ahead.error) == ("", "")
         assert ahead.losses == plain.losses
         assert ahead.weights.keys() == plain.weights.keys()
         for name, weight in plain.weights.items():
             assert torch.equal(weight, ahead.weights[name]), name
-    assert of_ranks[0][0].weights
-    return of_ranks
+    assert per_rank_results[0][0].weights
+    return per_rank_results
 
 
-def ahead_in_last_epoch(found: Fitted) -> int:
+def ahead_in_last_epoch(fitted: Fitted) -> int:
     """Return how many lookups of the last epoch were sent ahead."""
-    (_, before), (_, after) = found.ahead[-2:]
-    return after - before
+    (_, earlier), (_, later) = fitted.ahead[-2:]
+    return later - earlier
 
 
 def test_what_is_computed_in_the_step_is_prefetched_or_refused_with_the_reason() -> None:
     names = QUICK
-    of_ranks = fit(names)
-    for _, ahead in of_ranks:
+    per_rank_results = fit(names)
+    for _, ahead in per_rank_results:
         # The first step of each epoch is looked up as it is called.
         assert ahead_in_last_epoch(ahead) == sum(SHAPES[name].calls for name in names) * (STEPS - 1)
-    warnings = of_ranks[0][1].warnings
+    warnings = per_rank_results[0][1].warnings
     refused = [name for name in names if SHAPES[name].reason is not None]
     assert len(warnings) == len(refused), warnings
     for name in refused:
-        of_shape = [warning for warning in warnings if f"'tables.{name}." in warning]
-        assert len(of_shape) == 1, (name, warnings)
-        assert str(SHAPES[name].reason) in of_shape[0]
-        assert "sparse_inputs(batch)" in of_shape[0]
-    assert of_ranks[1][1].warnings == []
+        shape_warnings = [warning for warning in warnings if f"'tables.{name}." in warning]
+        assert len(shape_warnings) == 1, (name, warnings)
+        assert str(SHAPES[name].reason) in shape_warnings[0]
+        assert "sparse_inputs(batch)" in shape_warnings[0]
+    assert per_rank_results[1][1].warnings == []
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in SHAPES if name not in ALONE])
@@ -73,11 +73,11 @@ def test_each_shape_alone_trains_with_the_numbers_of_lookups_as_they_are_called(
 def test_of_many_shapes_one_that_a_rank_refuses_late_does_not_hold_up_the_others() -> None:
     names = [name for name in SHAPES if name not in (*LAST, *ALONE)]
     calls = sum(SHAPES[name].calls for name in names)
-    of_ranks = fit(names, epochs=3)
+    per_rank_results = fit(names, epochs=3)
     expected = [f"'tables.{name}." for name in names if SHAPES[name].reason is not None]
-    refused = [said for said in of_ranks[0][1].warnings if not any(name in said for name in expected)]
+    refused = [warning for warning in per_rank_results[0][1].warnings if not any(name in warning for name in expected)]
     assert 0 < len(refused) < 6
-    for _, ahead in of_ranks:
+    for _, ahead in per_rank_results:
         assert ahead_in_last_epoch(ahead) >= (calls - len(refused)) * (STEPS - 1)
 
 
@@ -87,27 +87,27 @@ def test_ranks_with_batches_of_other_widths_prefetch_views_of_them() -> None:
 
 
 def test_values_that_python_reads_decide_what_is_computed_ahead() -> None:
-    of_ranks = fit(LAST[:-1])
-    for _, ahead in of_ranks:
+    per_rank_results = fit(LAST[:-1])
+    for _, ahead in per_rank_results:
         assert ahead.warnings == []
         assert ahead_in_last_epoch(ahead) > 0
 
 
 @pytest.mark.parametrize("name", ["numpy_negatives", "branch_on_rows", "python_random", "branch_on_item"])
 def test_what_cannot_be_known_ahead_is_looked_up_as_it_is_called(name: str) -> None:
-    of_ranks = fit([name])
+    per_rank_results = fit([name])
     if (reason := SHAPES[name].reason) is not None:
-        assert any(reason in warning for warning in of_ranks[0][1].warnings)
-    for _, ahead in of_ranks:
+        assert any(reason in warning for warning in per_rank_results[0][1].warnings)
+    for _, ahead in per_rank_results:
         assert ahead_in_last_epoch(ahead) <= SHAPES[name].calls * (STEPS - 1)
 
 
 def test_a_call_that_differs_after_the_trial_is_an_error_on_all_ranks_that_names_the_switch() -> None:
-    for rank, found in enumerate(run_on_warm_ranks(models.fit, 2, ["schedule_after"])):
-        assert found.error.startswith("ProvenanceError"), (rank, found.error)
-        assert "aten.add.Tensor" in found.error
-        assert "prefetch={'computed_ids': False}" in found.error
-        assert len(found.losses) == 8
+    for rank, fitted in enumerate(run_on_warm_ranks(models.fit, 2, ["schedule_after"])):
+        assert fitted.error.startswith("ProvenanceError"), (rank, fitted.error)
+        assert "aten.add.Tensor" in fitted.error
+        assert "prefetch={'computed_ids': False}" in fitted.error
+        assert len(fitted.losses) == 8
 
 
 BESIDE = [
@@ -123,16 +123,16 @@ BESIDE = [
 
 
 def test_all_ranks_hear_of_a_call_that_differs_on_one_of_them() -> None:
-    one, other = run_on_warm_ranks(models.fit_each, 2, BESIDE)
-    for names, found_there, found in zip(BESIDE, other, one, strict=True):
+    first, other = run_on_warm_ranks(models.fit_each, 2, BESIDE)
+    for names, found_there, fitted in zip(BESIDE, other, first, strict=True):
         assert found_there.error.startswith("ProvenanceError: 'tables."), (names, found_there.error)
         assert "aten." in found_there.error
         assert "prefetch={'computed_ids': False}" in found_there.error
         if names == ("zeros_fail_between_on_rank_1",):
-            assert found.error.startswith("RankError: rank 1 failed inside of its step")
+            assert fitted.error.startswith("RankError: rank 1 failed inside of its step")
         else:
-            assert found.error == found_there.error.replace("ProvenanceError: ", "ProvenanceError: rank 1: ")
-        assert len(found.losses) <= 8
+            assert fitted.error == found_there.error.replace("ProvenanceError: ", "ProvenanceError: rank 1: ")
+        assert len(fitted.losses) <= 8
 
 
 def test_the_switch_looks_up_what_is_computed_as_it_is_called() -> None:

@@ -16,44 +16,44 @@ from tests.support.emulated_fits import (
     PlainBags,
     Sequences,
     Unfreezing,
-    found_in,
-    found_in_torchrecs_pipeline,
+    emulate_fit,
+    emulate_torchrec_pipeline,
 )
 from tests.support.ranks import run_each_on_ranks
 
 CASES: dict[str, tuple[Any, ...]] = {
-    "an EmbeddingBagCollection, table- and row-wise": (found_in, Deaf, SGD, "table_wise", "row_wise"),
-    "column-wise and table-row-wise": (found_in, Deaf, Adam, "column_wise", "table_row_wise"),
-    "an EmbeddingCollection, row-wise": (found_in, Sequences, Adam, "", "row_wise"),
-    "an EmbeddingCollection, table-wise": (found_in, Sequences, SGD, "", "table_wise"),
-    "an EmbeddingCollection, column-wise": (found_in, Sequences, Adam, "", "column_wise"),
-    "a KeyedJaggedTensor in the batch": (found_in, JaggedBatches, Adagrad, "", "column_wise"),
-    "computed ids of an nn.EmbeddingBag": (found_in, PlainBags, SGD, "", "row_wise"),
-    "computed ids, and Adam": (found_in, PlainBags, Adam, "", "table_wise"),
-    "declared ids, and a new dict for each batch": (found_in, DeclaredBags, SGD, "", "row_wise"),
-    "sparse updates, clipped": (found_in, Deaf, SGD, "table_wise", "row_wise", "sparse", 0.1),
-    "a layer that is unfrozen": (found_in, Unfreezing, SGD, "", "row_wise"),
+    "an EmbeddingBagCollection, table- and row-wise": (emulate_fit, Deaf, SGD, "table_wise", "row_wise"),
+    "column-wise and table-row-wise": (emulate_fit, Deaf, Adam, "column_wise", "table_row_wise"),
+    "an EmbeddingCollection, row-wise": (emulate_fit, Sequences, Adam, "", "row_wise"),
+    "an EmbeddingCollection, table-wise": (emulate_fit, Sequences, SGD, "", "table_wise"),
+    "an EmbeddingCollection, column-wise": (emulate_fit, Sequences, Adam, "", "column_wise"),
+    "a KeyedJaggedTensor in the batch": (emulate_fit, JaggedBatches, Adagrad, "", "column_wise"),
+    "computed ids of an nn.EmbeddingBag": (emulate_fit, PlainBags, SGD, "", "row_wise"),
+    "computed ids, and Adam": (emulate_fit, PlainBags, Adam, "", "table_wise"),
+    "declared ids, and a new dict for each batch": (emulate_fit, DeclaredBags, SGD, "", "row_wise"),
+    "sparse updates, clipped": (emulate_fit, Deaf, SGD, "table_wise", "row_wise", "sparse", 0.1),
+    "a layer that is unfrozen": (emulate_fit, Unfreezing, SGD, "", "row_wise"),
 }
 LEARNED = {name: 5 for name in CASES if name.startswith("computed ids")}
 """Steps that are looked at before ids are sent ahead; 1 for others."""
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
+def emulated() -> list[dict[str, Any]]:
     """What was found on each rank in each case."""
-    return run_each_on_ranks(CASES | {TORCHRECS: (found_in_torchrecs_pipeline,)}, 2)
+    return run_each_on_ranks(CASES | {TORCHRECS: (emulate_torchrec_pipeline,)}, 2)
 
 
 @pytest.fixture(scope="module")
-def ours(found: Any) -> list[dict[str, Any]]:
+def results(emulated: Any) -> list[dict[str, Any]]:
     """Those of our own prefetching."""
-    return [{name: of_rank[name] for name in CASES} for of_rank in found]
+    return [{name: rank_result[name] for name in CASES} for rank_result in emulated]
 
 
 IDS = "stream 3"
 ON_HOST = ("cluster/consensus.py", "optimizers/joint_steps.py", "optimizer_step <")
 """Not of a GPU: these tensors are in the host's memory, such as Adam's step counts."""
-OF_IDS = {
+ID_WAITS = {
     "sharding/calls.py": 1,  # extremes and numbers of the ids of the lookup
     "__init__ < lookup/ids_exchange.py": 1,  # how many go to each rank; row-wise tables
     " < _compat/torchrec_ids.py": 2,  # how many come from each rank, and from how large a batch
@@ -63,19 +63,19 @@ OF_IDS = {
 TORCHRECS = "torchrec's own pipeline"
 
 
-def test_no_stream_uses_memory_of_another_too_early_or_too_late(ours: Any) -> None:
-    for of_rank in ours:
-        for name, (hazards, _, ahead) in of_rank.items():
+def test_no_stream_uses_memory_of_another_too_early_or_too_late(results: Any) -> None:
+    for rank_result in results:
+        for name, (hazards, _, ahead) in rank_result.items():
             assert hazards == [], name
             assert ahead == f"{STEPS - LEARNED.get(name, 1)} of {STEPS} lookups", name
 
 
-def test_the_host_queues_the_forward_before_it_waits_for_sizes(ours: Any) -> None:
+def test_the_host_queues_the_forward_before_it_waits_for_sizes(results: Any) -> None:
     num_waits = 0
-    for of_rank in ours:
-        for name, (_, waits, _) in of_rank.items():
+    for rank_result in results:
+        for name, (_, waits, _) in rank_result.items():
             for step in steady_steps(waits):
-                sizes = [i for i, (_, what, where) in enumerate(step) if what == "tolist" and "send_ids" in where]
+                sizes = [i for i, (_, event, place) in enumerate(step) if event == "tolist" and "send_ids" in place]
                 num_waits += len(sizes)  # none on the short path
                 assert all(i > step.index(FORWARD) for i in sizes), name
     assert num_waits
@@ -88,28 +88,22 @@ def steady_steps(waits: list[Any]) -> list[list[Any]]:
     return steps[6:-3]
 
 
-def test_the_host_waits_where_it_is_known_only(ours: Any) -> None:
-    for name, (_, waits, _) in ours[0].items():
+def test_the_host_waits_where_it_is_known_only(results: Any) -> None:
+    for name, (_, waits, _) in results[0].items():
         assert len(steady_steps(waits)) >= 2
         for step in steady_steps(waits):
-            of_ids = [where for stream, what, where in step if what and stream == IDS]
-            others = [wait for wait in step if wait[1] and wait[0] != IDS]
-            for stream, what, where in others:
-                assert stream == "step", (name, stream, what, where)
-                assert any(place in where for place in ON_HOST), (name, what, where)
-            for place, limit in OF_IDS.items():
-                assert len([where for where in of_ids if where_of(where) == place]) <= limit, (name, of_ids)
-            assert None not in map(where_of, of_ids), (name, of_ids)
+            id_waits = [trace for stream, event, trace in step if event and stream == IDS]
+            for stream, event, trace in [wait for wait in step if wait[1] and wait[0] != IDS]:
+                assert stream == "step", (name, stream, event, trace)
+                assert any(place in trace for place in ON_HOST), (name, event, trace)
+            places = [next((place for place in ID_WAITS if place in trace), None) for trace in id_waits]
+            assert None not in places, (name, id_waits)
+            assert all(places.count(place) <= limit for place, limit in ID_WAITS.items()), (name, id_waits)
 
 
-def where_of(where: str) -> str | None:
-    """Return the key of OF_IDS for a place."""
-    return next((place for place in OF_IDS if place in where), None)
-
-
-def test_the_host_waits_less_often_for_ids_than_in_torchrecs_own_pipeline(found: Any) -> None:
-    theirs = [[what for _, what, _ in step].count("tolist") for step in found[0][TORCHRECS][6:-3]]
-    _, waits, _ = found[0]["a KeyedJaggedTensor in the batch"]
-    ours = [[stream for stream, what, _ in step if what].count(IDS) for step in steady_steps(waits)]
-    assert max(ours) == 4
-    assert min(theirs) == 7
+def test_the_host_waits_less_often_for_ids_than_in_torchrecs_own_pipeline(emulated: Any) -> None:
+    torchrec_counts = [[event for _, event, _ in step].count("tolist") for step in emulated[0][TORCHRECS][6:-3]]
+    _, waits, _ = emulated[0]["a KeyedJaggedTensor in the batch"]
+    prefetched_counts = [[stream for stream, event, _ in step if event].count(IDS) for step in steady_steps(waits)]
+    assert max(prefetched_counts) == 4
+    assert min(torchrec_counts) == 7

@@ -18,12 +18,12 @@ REORDERED = {
 
 
 def test_features_in_another_order_are_looked_up_as_the_step_calls() -> None:
-    of_ranks = run_each_on_ranks(
+    per_rank_results = run_each_on_ranks(
         {kind.__name__: (models.fit_at_both_depths, kind, models.ORDERS) for kind in REORDERED}, 2
     )
-    for found in of_ranks:
+    for rank_result in per_rank_results:
         for kind, count in REORDERED.items():
-            (plain, _, failed), (ahead, counted, failed_too) = found[kind.__name__]
+            (plain, _, failed), (ahead, counted, failed_too) = rank_result[kind.__name__]
             assert (failed, failed_too) == ("", ""), kind
             assert len(plain) == len(models.ORDERS), kind
             assert ahead == plain, kind
@@ -32,8 +32,8 @@ def test_features_in_another_order_are_looked_up_as_the_step_calls() -> None:
 
 @pytest.mark.parametrize("kind", [models.InKjt, models.ByNames, models.InDict])
 def test_a_missing_feature_is_named_as_without_look_ahead(kind: type[models.Reordered]) -> None:
-    for found in run_each_on_ranks({"one": (models.fit_at_both_depths, kind, models.MISSING)}, 2):
-        (plain, _, failed), (ahead, _, failed_too) = found["one"]
+    for rank_result in run_each_on_ranks({"one": (models.fit_at_both_depths, kind, models.MISSING)}, 2):
+        (plain, _, failed), (ahead, _, failed_too) = rank_result["one"]
         assert "needs the features ['h'], but was called with ['f', 'g']" in failed
         assert failed_too == failed
         assert ahead == plain

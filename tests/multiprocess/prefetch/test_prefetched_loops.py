@@ -30,8 +30,8 @@ RARE |= {"unsized stop (4, 0) (2, 2)", "unsized error (4, 0) (2, 2)"}
 
 
 def _runs(names: list[str], depths: tuple[int, ...]) -> dict[str, dict[int, Seen]]:
-    everything = SCENARIOS | UNEVEN
-    return {name: {depth: everything[name](depth) for depth in depths} for name in names}
+    scenarios = SCENARIOS | UNEVEN
+    return {name: {depth: scenarios[name](depth) for depth in depths} for name in names}
 
 
 def _parts(names: list[str], size: int) -> list[Any]:
@@ -43,13 +43,15 @@ def _parts(names: list[str], size: int) -> list[Any]:
     return slow_except(usual_parts, usual_parts + rare_parts)
 
 
-def assert_equal_to_depth_1(found: list[dict[str, dict[int, Seen]]]) -> None:
+def assert_equal_to_depth_1(results: list[dict[str, dict[int, Seen]]]) -> None:
     """Compare all runs on all ranks."""
-    assert found
-    for rank, runs in enumerate(found):
-        for name, by_depth in runs.items():
-            for depth, seen in by_depth.items():
-                assert not (problem := differences(seen, by_depth[1])), f"{name}, rank {rank}, depth {depth}: {problem}"
+    assert results
+    for rank, runs in enumerate(results):
+        for name, depth_results in runs.items():
+            for depth, seen in depth_results.items():
+                assert not (problem := differences(seen, depth_results[1])), (
+                    f"{name}, rank {rank}, depth {depth}: {problem}"
+                )
 
 
 @pytest.mark.parametrize("names", _parts(AS_DEPTH_1, 5), ids=lambda names: names[0])
@@ -76,22 +78,22 @@ def test_ids_did_travel_ahead() -> None:
 @pytest.mark.parametrize("names", _parts(STOPS, 5), ids=lambda names: names[0])
 def test_uneven_inputs_end_where_they_end_without_prefetching(names: list[str]) -> None:
     # Where the batches end before the limit, more is known of the last one: that it is the last.
-    found = run_on_warm_ranks(_runs, 3, names, (1, 3))
-    for runs in found:
-        for name, by_depth in runs.items():
-            assert by_depth[3].trained == by_depth[1].trained, name
-            assert by_depth[3].of("validation") == by_depth[1].of("validation"), name
-            assert by_depth[3].raised == by_depth[1].raised, name
+    results = run_on_warm_ranks(_runs, 3, names, (1, 3))
+    for runs in results:
+        for name, depth_results in runs.items():
+            assert depth_results[3].trained == depth_results[1].trained, name
+            assert depth_results[3].of("validation") == depth_results[1].of("validation"), name
+            assert depth_results[3].raised == depth_results[1].raised, name
 
 
 @pytest.mark.parametrize("names", _parts(RAISES, 5), ids=lambda names: names[0])
 def test_uneven_inputs_raise_what_they_raise_without_prefetching(names: list[str]) -> None:
     for runs in run_on_warm_ranks(_runs, 3, names, (1, 3)):
-        for name, by_depth in runs.items():
-            assert by_depth[1].raised.startswith("DataError"), name
-            assert by_depth[3].raised == by_depth[1].raised, name
+        for name, depth_results in runs.items():
+            assert depth_results[1].raised.startswith("DataError"), name
+            assert depth_results[3].raised == depth_results[1].raised, name
             # Lightning asks a batch earlier whether there is one: no batch is lost here that was trained there.
-            assert by_depth[3].trained[: len(by_depth[1].trained)] == by_depth[1].trained, name
+            assert depth_results[3].trained[: len(depth_results[1].trained)] == depth_results[1].trained, name
 
 
 def test_a_checkpoint_holds_the_state_of_loaders_after_the_batch_that_was_trained() -> None:
@@ -139,9 +141,9 @@ ONE_OF_SEVERAL = {
 @pytest.mark.parametrize("function", ONE_OF_SEVERAL)
 def test_one_of_several_loaders_that_fails_is_named_on_the_other_ranks(function: str, depth: int) -> None:
     first, failed = run_on_ranks(_run, 2, function, (), depth)
-    count, said = ONE_OF_SEVERAL[function]
-    assert first.raised == f"DataError: the dataloader of rank 1 failed at batch {count}: {said}"
-    assert failed.raised == said
+    count, message = ONE_OF_SEVERAL[function]
+    assert first.raised == f"DataError: the dataloader of rank 1 failed at batch {count}: {message}"
+    assert failed.raised == message
 
 
 def _id_out_of_range() -> dict[int, Seen]:
@@ -149,31 +151,34 @@ def _id_out_of_range() -> dict[int, Seen]:
 
 
 def test_an_id_out_of_range_is_reported_on_every_rank_after_the_steps_before_it() -> None:
-    for found in run_on_ranks(_id_out_of_range, 2):
-        for depth, seen in found.items():
+    for results in run_on_ranks(_id_out_of_range, 2):
+        for depth, seen in results.items():
             assert seen.raised.startswith("IdsError: "), depth
-            assert seen.raised == found[1].raised, depth
+            assert seen.raised == results[1].raised, depth
             assert len(seen.trained) == 3, depth
-            assert not differences(seen, found[1]), depth
+            assert not differences(seen, results[1]), depth
 
 
 PLACES = ["before lookups", "after lookups", "batch start", "batch end", "validation"]
 
 
 @pytest.mark.parametrize(
-    ("where", "at"),
+    ("place", "batch_number"),
     slow_except([("before lookups", 0), ("batch end", 1), ("validation", 1)], product(PLACES, [0, 1, 3])),
 )
-def test_an_exception_of_the_user_on_one_rank_ends_all_ranks(where: str, at: int) -> None:
-    at = 500 + min(at, 2) if where == "validation" else at
-    first, failed = run_on_ranks(_run, 2, "fails", (where, at, (1,)), 3)
+def test_an_exception_of_the_user_on_one_rank_ends_all_ranks(place: str, batch_number: int) -> None:
+    batch_number = 500 + min(batch_number, 2) if place == "validation" else batch_number
+    first, failed = run_on_ranks(_run, 2, "fails", (place, batch_number, (1,)), 3)
     assert failed.raised == "ValueError: the user's code failed"
     assert first.raised  # a connection that was closed, or RankError
 
 
 def _all_fail() -> dict[str, dict[int, Seen]]:
-    cases = [(where, 502 if where == "validation" else 2) for where in PLACES] + [("before lookups", 0)]
-    return {f"{where} {at}": {depth: faults.fails(depth, where, at, (0, 1)) for depth in (1, 3)} for where, at in cases}
+    cases = [(place, 502 if place == "validation" else 2) for place in PLACES] + [("before lookups", 0)]
+    return {
+        f"{place} {batch_number}": {depth: faults.fails(depth, place, batch_number, (0, 1)) for depth in (1, 3)}
+        for place, batch_number in cases
+    }
 
 
 @pytest.mark.slow

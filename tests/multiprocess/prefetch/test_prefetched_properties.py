@@ -22,19 +22,19 @@ AT_ONCE = 8
 """Fits that run one after the other in the same ranks."""
 
 
-def _problem_of(job: LoopJob, found: Seen, wanted: Seen) -> str:
+def _problem_of(job: LoopJob, actual: Seen, expected: Seen) -> str:
     """Return what this rank sees otherwise than at depth 1, "" where nothing is."""
-    if not wanted.raised and not found.raised:
+    if not expected.raised and not actual.raised:
         # Where batches end before a limit, it is known of more batches that they are the last.
-        wanted.diary = [line for line in wanted.diary if line[0] in ("training", "validation")]
-        found.diary = [line for line in found.diary if line[0] in ("training", "validation")]
-        return differences(found, wanted)
-    if bool(wanted.raised) != bool(found.raised):
-        return f"raised {found.raised!r}, not {wanted.raised!r}"
-    if job.fails is None and found.raised != wanted.raised:
-        return f"raised {found.raised!r}, not {wanted.raised!r}"
-    if found.trained != wanted.trained and job.fails is not None and job.fails[0] != "transfer hook":
-        return f"trained {found.trained} before it failed, not {wanted.trained}"
+        expected.diary = [line for line in expected.diary if line[0] in ("training", "validation")]
+        actual.diary = [line for line in actual.diary if line[0] in ("training", "validation")]
+        return differences(actual, expected)
+    if bool(expected.raised) != bool(actual.raised):
+        return f"raised {actual.raised!r}, not {expected.raised!r}"
+    if job.fails is None and actual.raised != expected.raised:
+        return f"raised {actual.raised!r}, not {expected.raised!r}"
+    if actual.trained != expected.trained and job.fails is not None and job.fails[0] != "transfer hook":
+        return f"trained {actual.trained} before it failed, not {expected.trained}"
     return ""
 
 
@@ -43,12 +43,14 @@ def _compare_all(jobs: list[LoopJob], folder: str) -> None:
     rank, num_ranks = rank_and_num_ranks()
     for index, job in enumerate(jobs):
         ends_ranks = num_ranks > 1 and job.fails is not None and job.fails[0] == "transfer hook"
-        found = job.run(job.depth)
+        actual = job.run(job.depth)
         if ends_ranks:  # without prefetching the other ranks end by a closed connection
-            told = "failed at batch" in found.raised or "the user's code failed" in found.raised or not found.raised
-            problem = "" if told else f"raised {found.raised!r}"
+            is_expected = (
+                "failed at batch" in actual.raised or "the user's code failed" in actual.raised or not actual.raised
+            )
+            problem = "" if is_expected else f"raised {actual.raised!r}"
         else:
-            problem = _problem_of(job, found, job.run(1))
+            problem = _problem_of(job, actual, job.run(1))
         Path(f"{folder}/{index}.{rank}").write_text(problem)
 
 
@@ -65,14 +67,14 @@ def check(jobs: list[LoopJob]) -> None:
             except RankFailed as error:
                 failed = str(error)
             for index, job in enumerate(todo):
-                told = [Path(f"{folder}/{index}.{rank}") for rank in range(job.num_ranks)]
-                if not all(path.exists() for path in told):
+                paths = [Path(f"{folder}/{index}.{rank}") for rank in range(job.num_ranks)]
+                if not all(path.exists() for path in paths):
                     problems.append(f"{job!r}\n{failed}")
                     done += 1
                     break
                 done += 1
-                said = {rank: path.read_text() for rank, path in enumerate(told) if path.read_text()}
-                problems += [f"{job!r}\nrank {rank}: {text}" for rank, text in said.items()]
+                messages = {rank: path.read_text() for rank, path in enumerate(paths) if path.read_text()}
+                problems += [f"{job!r}\nrank {rank}: {text}" for rank, text in messages.items()]
     if problems:
         raise AssertionError(f"{len(problems)} problems in {len(jobs)} fits:\n\n" + "\n\n".join(problems))
 

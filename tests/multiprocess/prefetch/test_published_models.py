@@ -30,6 +30,6 @@ def test_published_models_are_prefetched_but_for_the_first_step_of_an_epoch(fami
             assert len(losses) == 3 * models.STEPS
             if not counts:  # all of its tables are replicated: their weights are read, or have one column
                 continue
-            (before, ahead_before), (after, ahead_after) = counts[-2:]
-            of_a_step = (after - before) // models.STEPS
-            assert ahead_after - ahead_before >= of_a_step * (models.STEPS - 2), (name, counts)
+            (earlier, ahead_before), (later, ahead_after) = counts[-2:]
+            lookups_per_step = (later - earlier) // models.STEPS
+            assert ahead_after - ahead_before >= lookups_per_step * (models.STEPS - 2), (name, counts)

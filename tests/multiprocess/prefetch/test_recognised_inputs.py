@@ -69,24 +69,24 @@ CHANGING: dict[str, Case] = {
 def _agree(cases: dict[str, Case], function: Any = compare) -> dict[str, list[dict[str, Any]]]:
     """Return what each rank found in each case; every one is as it is without look-ahead."""
     calls = {name: (function, *case) for name, case in cases.items()}
-    of_ranks = run_each_on_ranks(calls, 2)
-    found = {name: [of_rank[name] for of_rank in of_ranks] for name in cases}
-    for name, results in found.items():
-        for result in results:
+    per_rank_results = run_each_on_ranks(calls, 2)
+    results = {name: [rank_result[name] for rank_result in per_rank_results] for name in cases}
+    for name, case_results in results.items():
+        for result in case_results:
             assert result["different"] == [], name
             assert len(result["losses"]) >= STEPS, name
-        assert any(distance > 1e-4 for key, distance in results[0]["moved"].items() if "score" not in key), name
-    return found
+        assert any(distance > 1e-4 for key, distance in case_results[0]["moved"].items() if "score" not in key), name
+    return results
 
 
-def _assert_ahead(found: dict[str, list[dict[str, Any]]], reasons: int = 0) -> None:
+def _assert_ahead(results: dict[str, list[dict[str, Any]]], reasons: int = 0) -> None:
     """All lookups but those of the first step were sent ahead; nothing was said but `reasons`."""
-    for name, results in found.items():
-        for rank, result in enumerate(results):
+    for name, case_results in results.items():
+        for rank, result in enumerate(case_results):
             lookups, ahead = result["counts"]["training 0"]
-            of_a_step, rest = divmod(lookups, len(result["losses"]))
-            assert rest == 0, name
-            assert ahead == lookups - of_a_step, (name, lookups, ahead)
+            lookups_per_step, remainder = divmod(lookups, len(result["losses"]))
+            assert remainder == 0, name
+            assert ahead == lookups - lookups_per_step, (name, lookups, ahead)
             assert len(result["said"]) == (reasons if rank == 0 else 0), (name, result["said"])
 
 
@@ -103,11 +103,11 @@ def test_columns_of_a_matrix_travel_ahead_to_tables_that_are_not_cut_by_rows() -
 
 
 def test_rows_that_change_after_the_step_began_are_looked_up_again() -> None:
-    found = _agree(CHANGING)
+    results = _agree(CHANGING)
     for name in ("alternates", "alternates, Adam"):
-        for result in found.pop(name):
+        for result in results.pop(name):
             assert result["counts"]["training 0"] == (3 * STEPS, 3 * (STEPS - 1))
-    _assert_ahead(found)
+    _assert_ahead(results)
 
 
 def test_two_batches_in_flight_are_as_good_as_three() -> None:
@@ -123,12 +123,12 @@ MADE: dict[str, Case] = {
 
 
 def test_hooks_make_each_batch_once_and_sparse_inputs_is_called_once_for_it() -> None:
-    found = _agree(MADE)
-    _assert_ahead(found)
+    results = _agree(MADE)
+    _assert_ahead(results)
     for name in ("hooks of the module", "hooks of the datamodule"):
-        for result in found[name]:
+        for result in results[name]:
             assert result["calls"] == result["plain calls"] == {"before": STEPS, "transfer": STEPS, "after": STEPS}
-    for result in found["declared"]:
+    for result in results["declared"]:
         assert result["declared"] == (STEPS, True)
 
 
@@ -144,9 +144,9 @@ ON_AND_OFF: dict[str, tuple[Case, tuple[int, int]]] = {
 
 
 def test_lookups_that_some_steps_leave_out_change_no_number() -> None:
-    found = _agree({name: case for name, (case, _) in ON_AND_OFF.items()})
+    results = _agree({name: case for name, (case, _) in ON_AND_OFF.items()})
     for name, (_, count) in ON_AND_OFF.items():
-        assert [result["counts"]["training 0"] for result in found[name]] == [count] * 2, name
+        assert [result["counts"]["training 0"] for result in results[name]] == [count] * 2, name
 
 
 COMPUTED: dict[str, tuple[Case, tuple[int, int]]] = {
@@ -161,20 +161,20 @@ OFF = {"prefetch": {"depth": 3, "computed_ids": False}}
 
 def test_what_is_computed_in_the_step_is_looked_up_there_and_the_reason_is_reported_once() -> None:
     cases = {name: (kind, optimizer, options | OFF) for name, ((kind, optimizer, options), _) in COMPUTED.items()}
-    found = _agree(cases)
+    results = _agree(cases)
     for name, (_, count) in COMPUTED.items():
-        assert [result["counts"]["training 0"] for result in found[name]] == [count] * 2, name
-        said = found[name][0]["said"]
-        assert len(said) == 1, (name, said)
-        assert "is looked up as it is called" in said[0]
-        assert "sparse_inputs(batch)" in said[0]
-        assert found[name][1]["said"] == []
-    assert "batch['values'] is changed in place" in found["written"][0]["said"][0]
+        assert [result["counts"]["training 0"] for result in results[name]] == [count] * 2, name
+        messages = results[name][0]["said"]
+        assert len(messages) == 1, (name, messages)
+        assert "is looked up as it is called" in messages[0]
+        assert "sparse_inputs(batch)" in messages[0]
+        assert results[name][1]["said"] == []
+    assert "batch['values'] is changed in place" in results["written"][0]["said"][0]
 
 
 def test_what_is_computed_in_the_step_is_looked_up_there_during_the_trial() -> None:
-    found = _agree({name: case for name, (case, _) in COMPUTED.items() if name != "written"})
-    for name, results in found.items():
+    cases = {name: case for name, (case, _) in COMPUTED.items() if name != "written"}
+    for name, results in _agree(cases).items():
         assert [result["counts"]["training 0"] for result in results] == [COMPUTED[name][1]] * 2, name
         assert [result["said"] for result in results] == [[], []], name
 
@@ -206,15 +206,15 @@ def test_a_rank_may_look_at_its_rows_earlier_than_others() -> None:
 def test_the_steps_of_evaluation_have_inputs_of_their_own() -> None:
     plain, ahead = (run_each_on_ranks({"all": (models.evaluate, depth)}, 2) for depth in (1, 3))
     for rank in range(2):
-        one, other = plain[rank]["all"], ahead[rank]["all"]
-        assert one["metrics"] == other["metrics"]
-        assert len(one["metrics"]) >= 6
-        assert all(map(torch.equal, one["predicted"], other["predicted"]))
-        assert len(other["predicted"]) == STEPS
-        assert {key: torch.equal(value, other["state"][key]) for key, value in one["state"].items()} == dict.fromkeys(
-            one["state"], True
-        )
-        assert other["counts"] == {
+        plain_result, ahead_result = plain[rank]["all"], ahead[rank]["all"]
+        assert plain_result["metrics"] == ahead_result["metrics"]
+        assert len(plain_result["metrics"]) >= 6
+        assert all(map(torch.equal, plain_result["predicted"], ahead_result["predicted"]))
+        assert len(ahead_result["predicted"]) == STEPS
+        assert {
+            key: torch.equal(value, ahead_result["state"][key]) for key, value in plain_result["state"].items()
+        } == dict.fromkeys(plain_result["state"], True)
+        assert ahead_result["counts"] == {
             "training 0": (2 * STEPS, 2 * (STEPS - 1)),
             "validation 0": (2 * STEPS, 2 * (STEPS - 1)),
             "validation 1": (2 * STEPS, 2 * (STEPS - 1)),
@@ -245,19 +245,19 @@ BREAKS: dict[str, tuple[str, tuple[int, ...], str, str]] = {
 @pytest.mark.parametrize("name", BREAKS)
 @pytest.mark.parametrize("rows", slow_except(["row_wise"], ["row_wise", "table_wise"]))
 def test_all_ranks_are_notified_of_a_step_that_goes_wrong_on_one(name: str, rows: str) -> None:
-    how, ranks, said_there, said_elsewhere = BREAKS[name]
-    of_ranks = run_on_ranks(models.go_wrong, 2, how, ranks, rows)
-    for rank, (kind, message, seconds, step) in enumerate(of_ranks):
+    fault, ranks, message_there, message_elsewhere = BREAKS[name]
+    per_rank_results = run_on_ranks(models.go_wrong, 2, fault, ranks, rows)
+    for rank, (kind, message, seconds, step) in enumerate(per_rank_results):
         assert step == 2
         assert seconds < 60
         if rank in ranks:
-            assert kind == ("KeyError" if how.startswith("fails") else "ProvenanceError"), message
-            assert said_there in message
+            assert kind == ("KeyError" if fault.startswith("fails") else "ProvenanceError"), message
+            assert message_there in message
         else:
-            assert kind == ("RankError" if how.startswith("fails") else "ProvenanceError"), message
-            assert said_elsewhere in message
+            assert kind == ("RankError" if fault.startswith("fails") else "ProvenanceError"), message
+            assert message_elsewhere in message
 
 
 def test_another_entry_is_looked_up_without_look_ahead() -> None:
-    of_ranks = run_on_ranks(models.go_wrong, 2, "another entry", (0, 1), "row_wise", 1)
-    assert [message for _, message, _, _ in of_ranks] == ["nothing was raised"] * 2
+    per_rank_results = run_on_ranks(models.go_wrong, 2, "another entry", (0, 1), "row_wise", 1)
+    assert [message for _, message, _, _ in per_rank_results] == ["nothing was raised"] * 2

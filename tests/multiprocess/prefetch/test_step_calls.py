@@ -23,9 +23,9 @@ LIMIT_OF_LOGGING = 37
 
 
 def test_a_step_calls_no_more_functions_than_before() -> None:
-    everything, logged, few, many = run_on_ranks(_calls, 2)[0]
-    of_logging = logged - everything
-    assert 0 < of_logging.total() <= LIMIT_OF_LOGGING, of_logging.most_common(40)
+    functions, logged, few, many = run_on_ranks(_calls, 2)[0]
+    logging_calls = logged - functions
+    assert 0 < logging_calls.total() <= LIMIT_OF_LOGGING, logging_calls.most_common(40)
     assert 0 < few.total() <= LIMIT, few.most_common(40)
     assert (many.total() - few.total()) / (MANY - FEW) <= LIMIT_OF_A_TABLE, (many - few).most_common(20)
 
@@ -35,7 +35,7 @@ def _calls() -> list[Counter[str]]:
     torch.set_num_threads(1)
     join_ranks()
     silence()
-    found = []
+    counts = []
     with redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for num_tables in (FEW, MANY):
@@ -43,6 +43,6 @@ def _calls() -> list[Counter[str]]:
             functions, _ = calls_of(CONTENDERS["ours"](1_000, batches, COUNTED_TURN))
             if num_tables == FEW:
                 logged, _ = calls_of(CONTENDERS["ours, logged"](1_000, batches, COUNTED_TURN))
-                found += [functions, logged]
-            found.append(Counter({n: k for n, k in functions.items() if n.startswith("lightning_distrec/")}))
-    return found
+                counts += [functions, logged]
+            counts.append(Counter({n: k for n, k in functions.items() if n.startswith("lightning_distrec/")}))
+    return counts

@@ -47,12 +47,12 @@ def _train(kind: str, train: tuple[int, ...], val: tuple[int, ...], mode: str) -
 
 @pytest.mark.parametrize("kind", ["sized", "stream"])
 def test_all_ranks_stop_after_the_last_batch_that_all_have(kind: str) -> None:
-    found = run_on_warm_ranks(_train, 3, kind, (7, 5, 6), (2, 3, 4), "stop")
+    results = run_on_warm_ranks(_train, 3, kind, (7, 5, 6), (2, 3, 4), "stop")
     for rank in range(3):
-        assert (found[rank]["steps"], found[rank]["val"], found[rank]["predicted"]) == (10, 4, 2)
+        assert (results[rank]["steps"], results[rank]["val"], results[rank]["predicted"]) == (10, 4, 2)
     start = seeded(EvaluatedModel, torch.optim.SGD, {"lr": 1.0})
     reference = train_unsharded(train_unsharded(start, 5, 3), 5, 3).final_state
-    assert max(float((found[0]["state"][key] - reference[key]).abs().max()) for key in reference) <= 1e-6
+    assert max(float((results[0]["state"][key] - reference[key]).abs().max()) for key in reference) <= 1e-6
 
 
 @pytest.mark.parametrize("kind", ["sized", "stream"])

@@ -10,12 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_distrec.prefetch.computed.calls import ComputedCall
-from lightning_distrec.prefetch.computed.recorder import Recorder
-from lightning_distrec.prefetch.computed.slices import replaying
-from lightning_distrec.prefetch.learning import RecordedCall
-from lightning_distrec.prefetch.provenance.batch_objects import BatchObjects
-from lightning_distrec.prefetch.provenance.sources import BatchRoots
+from lightning_distrec.prefetch.batch_objects import BatchObjects
+from lightning_distrec.prefetch.computed_calls import ComputedCall, replaying
+from lightning_distrec.prefetch.recorder import Recorder
+from lightning_distrec.prefetch.sources import BatchRoots
+from lightning_distrec.prefetch.step_calls import RecordedCall
 
 WIDTHS = (4, 7, 12)
 Step = Callable[[Tensor, dict[str, Tensor]], Tensor]
@@ -49,24 +48,24 @@ def run(program: list[int], seed: int) -> tuple[int, int]:
     for step in range(14):
         size = draw.choice((8, 8, 8, 5))
         batch = {"x": torch.randint(0, 50, (size, width)), "len": torch.randint(1, width + 1, (size,))}
-        roots, found = BatchRoots(batch), None
+        roots, computed = BatchRoots(batch), None
         if step >= 3:
             with replaying():
                 try:
-                    found = call.get(roots)[0]
+                    computed = call.get(roots)[0]
                 except Exception:
-                    found = None
+                    computed = None
         roots.memo.clear()
         recorder: Any = Recorder(module, BatchObjects(roots), roots)
         with recorder.recording():
             x = batch["x"]
             for index in program:
                 x = STEPS[index](x, batch)
-        if found is not None:
+        if computed is not None:
             ahead += 1
-            wrong += not (found.dtype == x.dtype and torch.equal(found, x))
-        if step < 3 or found is None:
-            recorded = RecordedCall("t", (x,), recorder._objects, recorder)
+            wrong += not (computed.dtype == x.dtype and torch.equal(computed, x))
+        if step < 3 or computed is None:
+            recorded = RecordedCall("t", (x,), recorder.objects, recorder)
             call.learn(recorded.reason or recorded.variant)  # type: ignore[arg-type]
     return ahead, wrong
 
@@ -84,6 +83,6 @@ def test_what_a_random_program_computes_is_computed_ahead_or_not_at_all(program:
 def test_of_many_random_programs_hardly_any_is_computed_wrongly_ahead() -> None:
     """What is wrong is an error at the call, which compares by value."""
     draw = random.Random(1)
-    found = [run([draw.randrange(len(STEPS)) for _ in range(draw.randint(1, 5))], seed) for seed in range(1500)]
-    assert sum(ahead > 0 for ahead, _ in found) > 500
-    assert sum(wrong > 0 for _, wrong in found) <= 15
+    counts = [run([draw.randrange(len(STEPS)) for _ in range(draw.randint(1, 5))], seed) for seed in range(1500)]
+    assert sum(ahead > 0 for ahead, _ in counts) > 500
+    assert sum(wrong > 0 for _, wrong in counts) <= 15

@@ -35,10 +35,10 @@ from lightning_distrec.prefetch.position import (
     PositionedLoader,
     State,
     adapt_progress,
+    merge_states,
     num_batches,
-    rescaled,
+    rescale,
     resumable,
-    states_of_all_ranks,
 )
 
 Batches = list[list[int]]
@@ -108,9 +108,9 @@ def _resumed(wrapped: Any, state: State) -> Batches:
     return _all_of(wrapped)
 
 
-def _dealt_back(of_ranks: list[Batches]) -> list[int]:
+def _dealt_back(rank_batches: list[Batches]) -> list[int]:
     """Return all ranks' samples in the order in which they were dealt."""
-    columns = [[sample for batch in batches for sample in batch] for batches in of_ranks]
+    columns = [[sample for batch in batches for sample in batch] for batches in rank_batches]
     assert len({len(column) for column in columns}) == 1, "ranks have unequal numbers of samples"
     return [sample for row in zip(*columns, strict=True) for sample in row]
 
@@ -138,8 +138,8 @@ def test_on_the_same_ranks_the_rest_of_the_epoch_is_that_of_the_plain_loader(
             continue
         count = data.draw(st.integers(1, len(plain)))
         assert _first_of(wrapped, count) == plain[:count]
-        rest = _resumed(_wrapped(_dealt(*job)), wrapped.state_dict())
-        assert rest == (plain[count:] or plain)  # a position at the end is the beginning of the next epoch
+        remaining = _resumed(_wrapped(_dealt(*job)), wrapped.state_dict())
+        assert remaining == (plain[count:] or plain)  # a position at the end is the beginning of the next epoch
 
 
 @settings(max_examples=150, deadline=None)
@@ -156,7 +156,7 @@ def test_on_other_ranks_each_sample_that_is_left_is_trained_once(
         ]
         whole = len(loaders[0])
         if state is not None:
-            progress = rescaled(progress, state, num_ranks, batch_size)
+            progress = rescale(progress, state, num_ranks, batch_size)
             assert num_batches(state, num_ranks, batch_size) == whole
             for loader in loaders:
                 loader.load_state_dict(_stored(state))
@@ -165,24 +165,24 @@ def test_on_other_ranks_each_sample_that_is_left_is_trained_once(
         if progress == whole:
             return  # nothing is left that makes a batch
         iterators = [iter(loader) for loader in loaders]
-        left = whole - progress
-        count = data.draw(st.integers(1, left), label="batches before the next interruption")
+        num_left = whole - progress
+        count = data.draw(st.integers(1, num_left), label="batches before the next interruption")
         drawn = [[batch.tolist() for batch in islice(iterator, count)] for iterator in iterators]
         assert [len(batches) for batches in drawn] == [count] * num_ranks
         states = [loader.state_dict() for loader in loaders]
         samples = _dealt_back(drawn)
         padded = order[trained:] + order * num_ranks
         assert samples == padded[: len(samples)]
-        rest = _dealt_back([[batch.tolist() for batch in iterator] for iterator in iterators])
-        assert len(rest) == 0 if count == left else len(rest) > 0
+        remaining = _dealt_back([[batch.tolist() for batch in iterator] for iterator in iterators])
+        assert len(remaining) == 0 if count == num_left else len(remaining) > 0
         if not drop_last:
             uneven = (length - trained) % num_ranks
             end = length - uneven if drop_uneven else length
             num_padded = 0 if drop_uneven else -uneven % num_ranks
-            assert samples + rest == order[trained:end] + (order * num_ranks)[:num_padded]
+            assert samples + remaining == order[trained:end] + (order * num_ranks)[:num_padded]
         trained, state, progress = trained + len(samples), states[0], progress + count
         assert state["batches"] == progress
-        if count == left:
+        if count == num_left:
             return
         assert state["samples"] == trained
 
@@ -192,8 +192,8 @@ def test_a_sampler_that_drops_what_cannot_be_dealt_evenly_does_so_on_other_ranks
     for loader in first:
         _first_of(loader, 2)
     loaders = [_wrapped(_dealt(23, 4, rank, 2, shuffle=False, drop_uneven=True)) for rank in range(4)]
-    rest = [_resumed(loader, first[0].state_dict()) for loader in loaders]
-    assert _dealt_back(rest) == list(range(12, 20))  # of 11 that are left, 8 can be dealt to 4 ranks
+    remaining = [_resumed(loader, first[0].state_dict()) for loader in loaders]
+    assert _dealt_back(remaining) == list(range(12, 20))  # of 11 that are left, 8 can be dealt to 4 ranks
 
 
 @pytest.mark.parametrize("own_generator", [False, True])
@@ -208,12 +208,12 @@ def test_samples_of_one_rank_are_dealt_to_many_and_back(shuffle, own_generator, 
     order = _dealt_back([_all_of(of_one())])
     assert (order == sorted(order)) is not shuffle
     torch.manual_seed(3)
-    one = _wrapped(of_one())
-    assert _dealt_back([_first_of(one, 3)]) == order[:6]
+    first = _wrapped(of_one())
+    assert _dealt_back([_first_of(first, 3)]) == order[:6]
     torch.manual_seed(99)
     many = [_wrapped(_dealt(21, num_ranks, rank, 2, epoch=1), rank, num_ranks) for rank in range(num_ranks)]
     for loader in many:
-        loader.load_state_dict(_stored(one.state_dict()))
+        loader.load_state_dict(_stored(first.state_dict()))
     assert _dealt_back([_first_of(loader, 2) for loader in many]) == order[6 : 6 + 4 * num_ranks]
     assert _dealt_back([_resumed(_wrapped(of_one()), many[0].state_dict())]) == order[6 + 4 * num_ranks :]
 
@@ -269,10 +269,10 @@ def test_one_rank_goes_on_with_the_batches_that_were_left_and_draws_no_random_nu
     assert _all_of(wrapped) == plain[1]  # wrapped loaders draw the random numbers of plain ones
     torch.manual_seed(11)
     list(make())
-    before = torch.get_rng_state()  # at the end of the epoch, as if a checkpoint had brought it
+    rng_state = torch.get_rng_state()  # at the end of the epoch, as if a checkpoint had brought it
     resumed = _wrapped(make())
     assert _resumed(resumed, state) == plain[0][3:]
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), rng_state)
     if "weighted" not in name:  # its numbers are drawn by the loop, those of the rest
         assert _all_of(resumed) == plain[1]
 
@@ -295,9 +295,9 @@ def test_a_generator_of_the_samplers_own_goes_on_from_epoch_to_epoch():
 def test_nothing_is_loaded_of_what_is_skipped():
     state = _state_after(_dealt(1000, 2, 1, 10), 40)
     loader = _dealt(1000, 2, 1, 10)
-    rest = _resumed(_wrapped(loader), state)
-    assert len(rest) == 10
-    assert loader.dataset.loaded == [sample for batch in rest for sample in batch]
+    remaining = _resumed(_wrapped(loader), state)
+    assert len(remaining) == 10
+    assert loader.dataset.loaded == [sample for batch in remaining for sample in batch]
 
 
 def _state_after(loader: DataLoader[int], count: int, rank: int = 0, num_ranks: int = 1) -> State:
@@ -308,10 +308,10 @@ def _state_after(loader: DataLoader[int], count: int, rank: int = 0, num_ranks: 
 
 def test_another_batch_size_on_one_rank_goes_on_with_the_next_sample():
     state = _state_after(DataLoader(Numbers(14), 4), 2)
-    assert rescaled(2, state, 1, 3) == 3  # batches of 3, 3, 2 make 8 samples; 6 more need two
+    assert rescale(2, state, 1, 3) == 3  # batches of 3, 3, 2 make 8 samples; 6 more need two
     assert _resumed(_wrapped(DataLoader(Numbers(14), 3)), state) == [[8, 9, 10], [11, 12, 13]]
     state = _state_after(DataLoader(Numbers(14), 4, sampler=[*range(14)]), 2)
-    assert rescaled(2, state, 1, 3) == 3
+    assert rescale(2, state, 1, 3) == 3
     assert _resumed(_wrapped(DataLoader(Numbers(14), 3, sampler=[*range(14)])), state) == [[8, 9, 10], [11, 12, 13]]
 
 
@@ -332,9 +332,9 @@ def test_the_beginning_of_an_epoch_is_one_for_all():
 
 def test_a_count_that_is_behind_stays_behind():
     state = _state_after(_dealt(40, 2, 0, 2), 4)
-    assert rescaled(4, state, 1, 2) == 8
-    assert rescaled(3, state, 1, 2) == 7
-    assert rescaled(3, state, 2, 2) == 3
+    assert rescale(4, state, 1, 2) == 8
+    assert rescale(3, state, 1, 2) == 7
+    assert rescale(3, state, 2, 2) == 3
 
 
 def test_samplers_wrapped_by_lightning_go_on_with_the_order_of_the_wrapped_one():
@@ -368,7 +368,7 @@ def test_ranks_with_orders_of_their_own_go_on_from_their_own_states():
         states.append(wrapped.state_dict())
         orders[-1] += [batch.tolist() for batch in iterator]
     assert orders[0] != orders[1]
-    assert rescaled(2, states[1], 2, 2) == 2
+    assert rescale(2, states[1], 2, 2) == 2
     resumed = [_wrapped(loader, rank, 2) for rank, loader in enumerate(_of_ranks(2, uneven=3))]
     assert [_resumed(*pair) for pair in zip(resumed, states, strict=True)] == [order[2:] for order in orders]
 
@@ -382,21 +382,21 @@ def test_ranks_with_batches_of_unequal_size_go_on_from_their_own_states():
 
 def test_one_state_is_made_of_all_ranks_only_where_it_is_the_same_to_all():
     dealt = [[_state_after(_dealt(40, 2, rank, 2), 3)] for rank in range(2)]
-    (state,) = states_of_all_ranks(dealt)
+    (state,) = merge_states(dealt)
     assert (state["order"], state["batches"]) == ("DistributedSampler", 3)
     unequal = [[_state_after(_dealt(40, 2, rank, 2 + rank), 3)] for rank in range(2)]
-    (state,) = states_of_all_ranks(unequal)
+    (state,) = merge_states(unequal)
     assert (state["order"], state["rank"]) == (None, None)
-    assert states_of_all_ranks([[{"_snapshot": 1}], [{"_snapshot": 2}]]) == []
-    of_one = [_state_after(LOADERS["weighted"](), 3), {"_snapshot": 1}]
-    assert states_of_all_ranks([of_one]) == of_one
-    assert states_of_all_ranks([of_one[:1]]) == of_one[:1]
-    assert states_of_all_ranks([[], []]) == []
+    assert merge_states([[{"_snapshot": 1}], [{"_snapshot": 2}]]) == []
+    rank_states = [_state_after(LOADERS["weighted"](), 3), {"_snapshot": 1}]
+    assert merge_states([rank_states]) == rank_states
+    assert merge_states([rank_states[:1]]) == rank_states[:1]
+    assert merge_states([[], []]) == []
 
 
 def _joined(loaders: list[DataLoader[int]], count: int) -> State:
     states = [_state_after(loader, count, rank, len(loaders)) for rank, loader in enumerate(loaders)]
-    return states_of_all_ranks([[state] for state in states])[0]
+    return merge_states([[state] for state in states])[0]
 
 
 REFUSED: dict[str, tuple[Callable[[], State], Callable[[], Any], str]] = {
@@ -483,33 +483,33 @@ REFUSED: dict[str, tuple[Callable[[], State], Callable[[], Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_position_that_cannot_be_used_is_reported_and_the_epoch_starts_over(name):
     make_state, make_loader, reason = REFUSED[name]
-    said: list[str] = []
+    messages: list[str] = []
     torch.manual_seed(1)
     state = make_state()
     loader, rank, num_ranks = make_loader()
-    wrapped = _wrapped(loader, rank, num_ranks, said.append)
+    wrapped = _wrapped(loader, rank, num_ranks, messages.append)
     torch.manual_seed(2)
     resumed = _resumed(wrapped, state)
     torch.manual_seed(2)
     assert resumed == _all_of(loader)
-    (message,) = said
+    (message,) = messages
     with pytest.raises(ValueError, match=f"middle of an epoch: .*{reason}.*restarts.*Resume with the same"):
         raise ValueError(message)
     if "ranks" in name or "joined" in name:  # these the state itself tells
-        assert rescaled(state["batches"], state, num_ranks, 2) == 0
-        assert rescaled(state["batches"] - 1, state, num_ranks, 2) == -1
+        assert rescale(state["batches"], state, num_ranks, 2) == 0
+        assert rescale(state["batches"] - 1, state, num_ranks, 2) == -1
 
 
 def test_workers_that_were_begun_before_are_reported():
-    said: list[str] = []
+    messages: list[str] = []
     loader = DataLoader(Numbers(10), 2, num_workers=1, persistent_workers=True)
     state = _state_after(DataLoader(Numbers(10), 2), 2)
     whole = _all_of(loader)
-    wrapped = _wrapped(loader, say=said.append)
+    wrapped = _wrapped(loader, say=messages.append)
     assert _resumed(wrapped, state) == whole
     assert wrapped.state_dict()["batches"] == len(whole)
-    assert len(said) == 1
-    assert "DataLoader started its workers before" in said[0]
+    assert len(messages) == 1
+    assert "DataLoader started its workers before" in messages[0]
 
 
 def test_a_position_is_used_once_and_reported_until_then():
@@ -808,22 +808,22 @@ def test_a_fit_on_other_ranks_ends_the_epoch_after_its_rest(tmp_path, num_ranks,
     _fit(lambda: _wrapped(make(2, 0)), seed=1, callbacks=_every_step(tmp_path))
     path = tmp_path / f"step{len(make(2, 0)) + 4}.ckpt"  # in the second epoch, after 32 of 41 samples
     (state,) = torch.load(path, weights_only=True)["loops"]["fit_loop"]["state_dict"]["combined_loader"]
-    first = rescaled(4, state, num_ranks, 4)
+    first = rescale(4, state, num_ranks, 4)
     _move(path, num_ranks)
     for rank in range(num_ranks):
         seen = _fit(lambda rank=rank: _wrapped(make(num_ranks, rank)), seed=2, ckpt_path=path)
         loader = make(num_ranks, rank)
         loader.sampler.set_epoch(1)
         has_rest = not drop_last or num_ranks == 1  # what is left for 3 or 4 ranks makes no whole batch
-        rest = _resumed(_wrapped(loader), state) if has_rest else []
-        assert first + len(rest) == len(loader)
+        remaining = _resumed(_wrapped(loader), state) if has_rest else []
+        assert first + len(remaining) == len(loader)
         loader.sampler.set_epoch(2)
-        expected = [(1, first + i, batch) for i, batch in enumerate(rest)]
+        expected = [(1, first + i, batch) for i, batch in enumerate(remaining)]
         assert seen == expected + [(2, i, batch) for i, batch in enumerate(_all_of(loader))]
 
 
-@pytest.mark.parametrize("after", [4, 5])
-def test_counts_of_several_loaders_follow_the_longest(tmp_path, after):
+@pytest.mark.parametrize("num_trained", [4, 5])
+def test_counts_of_several_loaders_follow_the_longest(tmp_path, num_trained):
     def make(num_ranks: int) -> Any:
         return {name: _wrapped(_dealt(length, num_ranks, 0, 2)) for name, length in (("a", 10), ("b", 20))}
 
@@ -834,17 +834,17 @@ def test_counts_of_several_loaders_follow_the_longest(tmp_path, after):
             return super().training_step(torch.cat([batch["a"], batch["b"]]), batch_idx)
 
     _fit(lambda: make(2), seed=1, callbacks=_every_step(tmp_path), module=Pairs)
-    _move(tmp_path / f"step{after}.ckpt", 1)
-    seen = _fit(lambda: make(1), seed=2, ckpt_path=tmp_path / f"step{after}.ckpt", module=Pairs)
+    _move(tmp_path / f"step{num_trained}.ckpt", 1)
+    seen = _fit(lambda: make(1), seed=2, ckpt_path=tmp_path / f"step{num_trained}.ckpt", module=Pairs)
     indices = [step[:2] for step in seen]
-    assert indices == [(0, i) for i in range(2 * after, 10)] + [(epoch, i) for epoch in (1, 2) for i in range(10)]
+    assert indices == [(0, i) for i in range(2 * num_trained, 10)] + [(epoch, i) for epoch in (1, 2) for i in range(10)]
 
 
 def test_loaders_of_other_kinds_are_not_moved():
     fit_loop = {"state_dict": {"combined_loader": [{"_snapshot": 1}]}, "epoch_loop.batch_progress": {"current": {}}}
-    before = deepcopy(fit_loop)
+    original = deepcopy(fit_loop)
     adapt_progress(fit_loop, 3)
-    assert fit_loop == before
+    assert fit_loop == original
 
 
 @pytest.mark.parametrize("name", ["shuffled", "dealt"])
@@ -879,8 +879,8 @@ def test_a_step_that_failed_is_made_again(tmp_path, name, failed):
     with pytest.raises(KeyError, match="failed"):
         _fit(wrapped, seed=1, module=Failing, callbacks=[OnExceptionCheckpoint(tmp_path, "failed")])
     _move(tmp_path / "failed.ckpt", 2 if name == "dealt" else 1)
-    left = -failed % 5  # of 5 steps in an epoch; numbers that the failed step would have drawn differ in later ones
-    assert _fit(wrapped, seed=2, ckpt_path=tmp_path / "failed.ckpt")[:left] == plain[failed : failed + left]
+    num_left = -failed % 5  # of 5 steps in an epoch; numbers that the failed step would have drawn differ in later ones
+    assert _fit(wrapped, seed=2, ckpt_path=tmp_path / "failed.ckpt")[:num_left] == plain[failed : failed + num_left]
 
 
 def test_a_fit_that_cannot_go_on_starts_its_epoch_over_and_trains_all_of_it(tmp_path):
@@ -890,7 +890,7 @@ def test_a_fit_that_cannot_go_on_starts_its_epoch_over_and_trains_all_of_it(tmp_
     _fit(lambda: make(1, _never), seed=1, callbacks=_every_step(tmp_path))
     path = tmp_path / "step10.ckpt"
     _move(path, 2)
-    said: list[str] = []
-    seen = _fit(lambda: make(2, said.append), seed=2, ckpt_path=path)
+    messages: list[str] = []
+    seen = _fit(lambda: make(2, messages.append), seed=2, ckpt_path=path)
     assert [step[:2] for step in seen] == [(epoch, i) for epoch in (1, 2) for i in range(7)]
-    assert len(said) == 1
+    assert len(messages) == 1

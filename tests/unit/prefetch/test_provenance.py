@@ -14,17 +14,19 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_distrec.late_weights import LateWeights
-from lightning_distrec.prefetch.learning import RecordedCall
-from lightning_distrec.prefetch.provenance.batch_objects import BatchObjects, tensors_in
-from lightning_distrec.prefetch.provenance.same_input import are_unwritten, is_same_input, versions
-from lightning_distrec.prefetch.provenance.sources import (
+from lightning_distrec.prefetch.batch_objects import BatchObjects, tensors_in
+from lightning_distrec.prefetch.sources import (
     BatchRoots,
     ConstantSource,
     JaggedSource,
     LookupCall,
     PathSource,
+    are_unwritten,
+    is_same_input,
     path_text,
+    versions,
 )
+from lightning_distrec.prefetch.step_calls import RecordedCall
 
 Pair = namedtuple("Pair", "left right")
 Expression = Callable[[Any], Any]
@@ -35,7 +37,7 @@ class Example:
     """A batch as a dataclass."""
 
     ids: Tensor
-    more: dict[str, Any]
+    extras: dict[str, Any]
 
 
 @dataclasses.dataclass
@@ -90,23 +92,23 @@ def _batch(size: int, seed: int) -> dict[str, Any]:
     }
 
 
-def _source(batch: Any, argument: Any, of: Any = None) -> Any:
-    return BatchObjects(BatchRoots(batch)).source_of(argument, of)
+def _source(batch: Any, argument: Any, ids: Any = None) -> Any:
+    return BatchObjects(BatchRoots(batch)).source_of(argument, ids)
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, KeyedJaggedTensor):
-        weights = one.weights_or_none(), other.weights_or_none()
+def _same(first: Any, other: Any) -> bool:
+    if isinstance(first, KeyedJaggedTensor):
+        weights = first.weights_or_none(), other.weights_or_none()
         return (
-            one.keys() == other.keys()
-            and torch.equal(one.values(), other.values())
-            and torch.equal(one.lengths(), other.lengths())
+            first.keys() == other.keys()
+            and torch.equal(first.values(), other.values())
+            and torch.equal(first.lengths(), other.lengths())
             and ((weights[0] is None) == (weights[1] is None))
             and (weights[0] is None or torch.equal(*weights))
         )
-    if isinstance(one, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    return bool(one == other)
+    if isinstance(first, Tensor):
+        return first.dtype == other.dtype and torch.equal(first, other)
+    return bool(first == other)
 
 
 def _jagged(batch: dict[str, Any], **parts: Any) -> KeyedJaggedTensor:
@@ -124,7 +126,7 @@ FOUND: dict[str, Expression] = {
     "attribute": lambda b: b["nested"][0]["deep"][1].right.ids,
     "attribute of an attribute": lambda b: b["nested"][0]["deep"][1].right.inner.ids,
     "dataclass": lambda b: b["example"].ids,
-    "dict in a dataclass": lambda b: b["example"].more["extra"],
+    "dict in a dataclass": lambda b: b["example"].extras["extra"],
     "dataclass with slots": lambda b: b["slotted"].ids,
     "whole kjt": lambda b: b["kjt"],
     "values of a kjt": lambda b: b["kjt"].values(),
@@ -179,9 +181,9 @@ def test_what_is_part_of_the_batch_is_found_in_batches_of_any_size(name: str, si
     source = _source(batch, FOUND[name](batch))
     assert not isinstance(source, str), source
     assert _same(source.get(BatchRoots(batch)), FOUND[name](batch))
-    found, wanted = source.get(BatchRoots(other)), FOUND[name](other)
-    assert _same(found, wanted)
-    assert is_same_input(wanted, found)
+    actual, expected = source.get(BatchRoots(other)), FOUND[name](other)
+    assert _same(actual, expected)
+    assert is_same_input(expected, actual)
 
 
 @pytest.mark.parametrize("name", FOUND)
@@ -258,13 +260,13 @@ def test_weights_that_the_step_computes_come_late() -> None:
     features = _jagged(batch, lengths=batch["lengths"], weights=batch["weights"] * 2)
     recorded = RecordedCall("bags", (features,), BatchObjects(BatchRoots(batch)))
     assert recorded.call is not None, recorded.reason
-    (found,) = recorded.call.get(BatchRoots(other))
-    assert type(found.weights()) is LateWeights
+    (actual,) = recorded.call.get(BatchRoots(other))
+    assert type(actual.weights()) is LateWeights
     called = _jagged(other, lengths=other["lengths"], weights=other["weights"] * 3)
-    assert is_same_input(called, found)
-    assert not is_same_input(_jagged(other, lengths=other["lengths"]), found)
-    others = other | {"values": other["values"] + 1}
-    assert not is_same_input(_jagged(others, lengths=other["lengths"], weights=other["weights"]), found)
+    assert is_same_input(called, actual)
+    assert not is_same_input(_jagged(other, lengths=other["lengths"]), actual)
+    changed = other | {"values": other["values"] + 1}
+    assert not is_same_input(_jagged(changed, lengths=other["lengths"], weights=other["weights"]), actual)
 
 
 @pytest.mark.parametrize(
@@ -288,11 +290,11 @@ def test_a_call_with_several_arguments_is_built_from_another_batch(offsets: str,
     recorded = RecordedCall("bags", arguments(batch), BatchObjects(BatchRoots(batch)))
     assert recorded.reason == ""
     assert isinstance(recorded.call, LookupCall)
-    found = recorded.call.get(BatchRoots(other))
-    assert len(found) == 3
-    for one, wanted in zip(found, arguments(other), strict=True):
-        assert is_same_input(wanted, one)
-        assert (one is None) == (wanted is None)
+    actual = recorded.call.get(BatchRoots(other))
+    assert len(actual) == 3
+    for argument, expected in zip(actual, arguments(other), strict=True):
+        assert is_same_input(expected, argument)
+        assert (argument is None) == (expected is None)
 
 
 def test_lengths_of_the_batch_are_preferred_to_those_that_only_look_regular() -> None:
@@ -317,10 +319,10 @@ def test_columns_counted_from_the_end_are_not_taken_for_others_where_the_number_
         if isinstance(source, str):
             continue
         try:
-            found = source.get(BatchRoots(wider))
+            actual = source.get(BatchRoots(wider))
         except Exception:
             continue  # this batch is looked up as it is called
-        assert is_same_input(expression(wider["x"]), found)
+        assert is_same_input(expression(wider["x"]), actual)
 
 
 def test_a_batch_in_which_a_view_cannot_be_made_raises_instead_of_giving_another_one() -> None:
@@ -344,10 +346,10 @@ def test_two_entries_that_are_one_tensor_in_the_first_batch_are_distinguished_la
     if isinstance(source, str):
         return  # looked up as it is called
     try:
-        found = source.get(BatchRoots(other))
+        actual = source.get(BatchRoots(other))
     except Exception:
         return  # this batch is looked up as it is called
-    assert is_same_input(other["right"], found)
+    assert is_same_input(other["right"], actual)
 
 
 def test_two_entries_that_are_one_tensor_in_every_batch_are_found() -> None:
@@ -376,7 +378,7 @@ def test_paths_are_named_as_user_code_writes_them() -> None:
     for expression, name in [
         (FOUND["dict"], "batch['y']"),
         (FOUND["attribute of an attribute"], "batch['nested'][0]['deep'][1][1].inner.ids"),
-        (FOUND["dict in a dataclass"], "batch['example'].more['extra']"),
+        (FOUND["dict in a dataclass"], "batch['example'].extras['extra']"),
     ]:
         source = objects.source_of(expression(batch))
         assert isinstance(source, PathSource)
@@ -391,10 +393,10 @@ def test_containers_that_hold_themselves_are_walked_once() -> None:
 
 def test_tensors_in_finds_each_tensor_of_a_batch_once() -> None:
     batch = _batch(5, 10)
-    found = tensors_in(BatchRoots(batch))
-    wanted = [expression(batch) for name, expression in FOUND.items() if name in WHOLE]
-    for tensor in wanted:
-        assert sum(tensor is other for other in found) == 1
+    actual = tensors_in(BatchRoots(batch))
+    expected = [expression(batch) for name, expression in FOUND.items() if name in WHOLE]
+    for tensor in expected:
+        assert sum(tensor is other for other in actual) == 1
 
 
 WHOLE = ("dict", "list, dict and tuple", "namedtuple", "attribute", "dataclass", "values of a kjt")
@@ -454,8 +456,8 @@ def test_what_is_prefetched_is_distinguished_from_what_is_not() -> None:
         (3, 4),
         ("a", "b"),
     ]
-    for given_, foreseen in wrong:
-        assert not is_same_input(given_, foreseen)
+    for argument, foreseen in wrong:
+        assert not is_same_input(argument, foreseen)
     assert is_same_input(3, 3)
     assert is_same_input(None, None)
 
@@ -523,10 +525,10 @@ VIEWS: dict[str, Expression] = {
 }
 
 
-def _view(found: Any, view: str) -> Any:
-    if not isinstance(found, KeyedJaggedTensor):
-        return VIEWS[view](found)
-    return found if view == "itself" else KeyedJaggedTensor(["q", "r"], found.values(), lengths=found.lengths())
+def _view(tensor: Any, view: str) -> Any:
+    if not isinstance(tensor, KeyedJaggedTensor):
+        return VIEWS[view](tensor)
+    return tensor if view == "itself" else KeyedJaggedTensor(["q", "r"], tensor.values(), lengths=tensor.lengths())
 
 
 @settings(max_examples=150, deadline=None)
@@ -545,7 +547,7 @@ def test_random_views_of_random_batches_are_built_alike_from_other_batches(
     steps, leaf = data.draw(st.sampled_from(_walks(batch)))
     source = _source(batch, _view(leaf, view))
     assert not isinstance(source, str), source
-    wanted = _view(_follow(other, steps), view)
-    found = source.get(BatchRoots(other))
-    assert _same(found, wanted)
-    assert is_same_input(wanted, found)
+    expected = _view(_follow(other, steps), view)
+    actual = source.get(BatchRoots(other))
+    assert _same(actual, expected)
+    assert is_same_input(expected, actual)

@@ -11,8 +11,8 @@ from torchrec import KeyedJaggedTensor
 
 from lightning_distrec import gpu
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.prefetch.provenance.same_input import has_same_leaves
-from lightning_distrec.prefetch.streams import Streams, moved_jagged, pinned
+from lightning_distrec.prefetch.sources import has_same_leaves
+from lightning_distrec.prefetch.streams import Streams, move_jagged, pin
 from tests.support.emulated_streams import EmulatedStreams, emulated_streams
 
 CPU = torch.device("cpu")
@@ -23,7 +23,7 @@ class Example:
     """A batch of one's own."""
 
     ids: Any
-    rest: Any = None
+    extras: Any = None
 
 
 def jagged() -> KeyedJaggedTensor:
@@ -38,14 +38,14 @@ def test_dense_tensors_of_the_host_are_pinned_and_no_others() -> None:
     sparse, on_device = torch.eye(3).to_sparse(), torch.empty(2, device="meta")
     batch = {"a": [torch.ones(2), "text"], "b": Example(torch.ones(3), jagged()), "c": sparse, "d": on_device}
     with emulated_streams():
-        copied = pinned(batch)
+        copied = pin(batch)
     assert is_pinned(copied["a"][0])
     assert is_pinned(copied["b"].ids)
-    assert is_pinned(copied["b"].rest.values())
+    assert is_pinned(copied["b"].extras.values())
     assert copied["a"][1] == "text"
     assert copied["c"] is sparse
     assert copied["d"] is on_device
-    assert torch.equal(copied["b"].rest.values(), torch.arange(4))
+    assert torch.equal(copied["b"].extras.values(), torch.arange(4))
     assert isinstance(copied["b"], Example)
     assert batch["b"].ids is not copied["b"].ids  # type: ignore[attr-defined]
 
@@ -53,10 +53,10 @@ def test_dense_tensors_of_the_host_are_pinned_and_no_others() -> None:
 def test_jagged_tensors_are_copied_without_waiting() -> None:
     batches = [jagged(), torch.ones(2)], [jagged()]
     with emulated_streams() as streams:
-        moved = moved_jagged(pinned(batches[0]), CPU)
-        assert streams.found.waits == []
-        moved_jagged(batches[1], CPU)
-        assert [what for _, what, _ in streams.found.waits] == ["to(device)"] * 2, "from memory that is not pinned"
+        moved = move_jagged(pin(batches[0]), CPU)
+        assert streams.reports.waits == []
+        move_jagged(batches[1], CPU)
+        assert [event for _, event, _ in streams.reports.waits] == ["to(device)"] * 2, "from memory that is not pinned"
     assert torch.equal(moved[0].lengths(), torch.tensor([1, 3]))
 
 
@@ -73,15 +73,15 @@ def test_batches_of_a_loader_on_the_device_are_ordered_and_kept(layout: torch.la
             made = [part + 1 for part in parts]
         event = pipe.copied([batch, made])
         with pipe.exchanging():
-            kept = [part * 2 for part in (*parts, *made)]
+            products = [part * 2 for part in (*parts, *made)]
         pipe.hand_over([batch, made], event)
-        kept += [part * 3 for part in (*parts, *made)]
+        products += [part * 3 for part in (*parts, *made)]
         del made, parts, batch, dense
 
     with emulated_streams() as streams, patch.object(gpu, "is_on_gpu", lambda tensor: True):
         use(streams, Streams(CPU))
         streams.run("free", [], [])
-    assert streams.found.hazards == []
+    assert streams.reports.hazards == []
 
 
 def test_the_emulation_finds_what_is_not_ordered_and_what_is_freed_early() -> None:
@@ -90,19 +90,19 @@ def test_the_emulation_finds_what_is_not_ordered_and_what_is_freed_early() -> No
         made = torch.ones(3) + 1
         with torch.cuda.stream(other):
             read = made * 2
-        assert "unordered: mul.Tensor on 'stream 1' reads what 'step' writes" in streams.found.hazards[0]
+        assert "unordered: mul.Tensor on 'stream 1' reads what 'step' writes" in streams.reports.hazards[0]
         other.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(other):
             read = made * 2
         torch.cuda.current_stream().wait_stream(other)
         read.add_(1)
-        assert len(streams.found.hazards) == 1
+        assert len(streams.reports.hazards) == 1
         del read
         torch.ones(1) + 1
-        assert len(streams.found.hazards) == 1, "nobody gets that memory yet"
+        assert len(streams.reports.hazards) == 1, "nobody gets that memory yet"
         with torch.cuda.stream(other):
             torch.ones(1) + 1
-        assert "freed early: memory of 'stream 1' was used on 'step'" in streams.found.hazards[1]
+        assert "freed early: memory of 'stream 1' was used on 'step'" in streams.reports.hazards[1]
 
 
 def test_a_wrapper_on_another_stream_is_built_while_all_are_idle() -> None:
@@ -111,7 +111,7 @@ def test_a_wrapper_on_another_stream_is_built_while_all_are_idle() -> None:
         with gpu.idle(CPU), torch.cuda.stream(torch.cuda.Stream()):
             weight.add_(1)
         weight.mul_(2)
-    assert streams.found.hazards == []
+    assert streams.reports.hazards == []
 
 
 def test_batches_are_recognized_by_their_leaves() -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler,
 from torchrec import EmbeddingBagCollection, JaggedTensor, KeyedJaggedTensor
 
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.prefetch.peek import first_batches, loaders_in, unchanged, why_not
+from lightning_distrec.prefetch.peek import first_batches, loaders_in, peek_obstacle, unchanged
 from lightning_distrec.sharding.plain_embeddings import Conversion
 from lightning_distrec.sharding.planning.id_counts import MIN_FACTOR, IdCount, IdCounts
 from lightning_distrec.sharding.planning.table_options import PlanningOptions
@@ -222,6 +222,6 @@ class Stream(IterableDataset):
 def test_loaders_are_found_in_what_a_trainer_takes_and_streams_are_left_alone() -> None:
     loader, stream = DataLoader(range(3)), DataLoader(Stream())  # type: ignore[arg-type]
     assert loaders_in({"a": [loader, stream], "b": CombinedLoader({"c": loader})}) == [loader, stream, loader]
-    assert why_not(loader) == ""
-    assert why_not(stream) == "Stream is an IterableDataset, which may not start twice with the same batches"
-    assert why_not(iter([])) == "a list_iterator is no DataLoader, and may not start twice with the same batches"
+    assert peek_obstacle(loader) == ""
+    assert peek_obstacle(stream) == "Stream is an IterableDataset, which may not start twice with the same batches"
+    assert peek_obstacle(iter([])) == "a list_iterator is no DataLoader, and may not start twice with the same batches"

@@ -3,12 +3,20 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_distrec.prefetch.computed.calls import ComputedCall, Variant, parts_of
-from lightning_distrec.prefetch.computed.operations import Guards
-from lightning_distrec.prefetch.computed.recorder import Recorder
-from lightning_distrec.prefetch.computed.slices import Slice, slice_of
-from lightning_distrec.prefetch.provenance.batch_objects import BatchObjects, FeatureOrder
-from lightning_distrec.prefetch.provenance.sources import JaggedSource, LookupCall, Source, ViewSource, paths_of
+import torch
+
+from lightning_distrec.prefetch.batch_objects import BatchObjects, FeatureOrder
+from lightning_distrec.prefetch.computed_calls import ComputedCall, Variant, computed_in, replaying
+from lightning_distrec.prefetch.recorder import Guards, Number, Recorder, TracedSource
+from lightning_distrec.prefetch.sources import (
+    BatchRoots,
+    JaggedSource,
+    LookupCall,
+    Source,
+    ViewSource,
+    is_same_input,
+    paths_of,
+)
 from lightning_distrec.ranks import Ranks
 
 PrefetchedCall = LookupCall | ComputedCall
@@ -35,52 +43,69 @@ class RecordedCall:
         """Why it cannot be prefetched; "" if it can."""
         self.needs_trial = False
         """Whether later steps may call with something else: it is computed, or Python has read a value before."""
-        guards, refusal = ({}, "") if recorder is None else (recorder.guards(), recorder.read_refusal)
-        sources: list[Source] = []
+        self.call: LookupCall | ComputedCall | None = None
+        """The call, where all of its arguments were found in the batch."""
+        self.variant: Variant | None = None
+        """Of a recorder, where it can be prefetched."""
+        guards = {} if recorder is None else recorder.guards()
 
-        def compute(tensor: Any) -> Any:
+        def compute(tensor: Any) -> TracedSource | str:
             assert recorder is not None
-            return refusal or slice_of(recorder, tensor, guards)
+            return recorder.read_refusal or recorder.trace(tensor, guards)
 
+        sources: list[Source] = []
         for i, argument in enumerate(arguments):
             source = objects.source_of(argument, arguments[0] if i else None, compute if recorder else None)
             if isinstance(source, str):
                 self.reason = self.reason or source
             else:
                 sources.append(source)
-        call = LookupCall(path, tuple(sources))
-        self.call: PrefetchedCall | None = None if self.reason else call
-        """The call, where all of its arguments were found in the batch."""
-        self.variant = None if self.reason else Variant(call)
-        if recorder is None or self.reason:
-            return
-        self.needs_trial = any(isinstance(source, Slice) for source in parts_of(sources))
-        if not self.needs_trial:
-            # Other values that Python reads may decide too, but rarely do: a loss that is logged, a check for NaN.
-            condition = slice_of(recorder, None, guards)
-            if isinstance(condition, Slice) and condition.paths:
-                self.needs_trial = True
-                self.variant = Variant(call, condition)
-            self._look_behind_views(recorder, guards, arguments, call)
+        if not self.reason:
+            self.call = call = LookupCall(path, tuple(sources))
+            if recorder is not None:
+                self._learn_operations(call, arguments, recorder, guards)
 
-    def _look_behind_views(
-        self, recorder: Recorder, guards: Guards, arguments: tuple[Any, ...], batch_call: LookupCall
+    def _learn_operations(
+        self, call: LookupCall, arguments: tuple[Any, ...], recorder: Recorder, guards: Guards
     ) -> None:
-        """The end of x[:, :n] may depend on the batch: on its width, or on a number that Python has read."""
-        views = [source for source in batch_call.arguments if isinstance(source, ViewSource)]
-        if not any(view.form == "narrow" or recorder.has_read for view in views):
-            return
-        made = [
-            slice_of(recorder, argument, guards) if isinstance(source, ViewSource) else source
-            for argument, source in zip(arguments, batch_call.arguments, strict=True)
-        ]
-        sources = tuple(source for source in made if not isinstance(source, str))
-        if len(sources) == len(made):
-            self.needs_trial |= any(isinstance(source, Slice) and source.reads for source in sources)
-            self.variant = Variant(LookupCall(batch_call.path, sources))
-            call = ComputedCall(batch_call.path, self.place, batch_call)
-            call.learn(self.variant)
-            self.call = call
+        computed = computed_in(call.arguments)
+        if not computed:
+            # Other values that Python reads may decide too, but rarely do: a loss that is logged, a check for NaN.
+            condition = recorder.trace(None, guards)
+            if isinstance(condition, TracedSource) and condition.paths:
+                computed = [condition]
+        self.needs_trial = bool(computed)
+        self.variant = Variant(call, recorder.roots, computed, guards if computed else None)
+        has_read = bool(recorder.reads or recorder.read_refusal)
+        views = [source for source in call.arguments if isinstance(source, ViewSource)]
+        if not computed_in(call.arguments) and any(view.form == "narrow" or has_read for view in views):
+            # The end of x[:, :n] may depend on the batch: on its width, or on a number that Python has read.
+            traced = [
+                recorder.trace(argument, guards) if isinstance(source, ViewSource) else source
+                for argument, source in zip(arguments, call.arguments, strict=True)
+            ]
+            sources = tuple(source for source in traced if not isinstance(source, str))
+            if len(sources) == len(traced):
+                computed = computed_in(sources)
+                self.needs_trial |= any(isinstance(part, Number) and part.reads for s in computed for part in s.parts)
+                self.variant = Variant(LookupCall(self.path, sources), recorder.roots, computed, guards)
+                self.call = ComputedCall(self.path, self.place, call)
+                self.call.learn(self.variant)
+        if self.needs_trial and not self._repeats(self.variant, arguments, recorder.roots):
+            self.reason, self.call, self.variant = "its input is not what its operations compute", None, None
+
+    def _repeats(self, variant: Variant, arguments: tuple[Any, ...], roots: BatchRoots) -> bool:
+        """Whether repeating the operations makes the same arguments: no value went past the recorder."""
+        roots.memo.clear()
+        try:
+            with replaying():
+                repeated = variant.get(roots)
+        except Exception:  # the step itself has written to what it read, for example
+            return False
+        finally:
+            roots.memo.clear()
+        pairs = zip(arguments, repeated, strict=True)
+        return all(is_same_input(argument, computed, torch.equal) for argument, computed in pairs)
 
 
 class StepCalls:
@@ -158,7 +183,7 @@ def agree_on_calls(recorded: list[RecordedCall], ranks: Ranks) -> FirstStep:
     for call in recorded:
         if call.call is not None:
             remaining.setdefault(call.path, []).append(call.call)
-    # Every rank has as many calls of these paths, in rank 0's order.
+    # Every rank has as many calls of these tables. All list them in rank 0's order, in which ids are exchanged.
     skipped = {*first.reasons, *first.trial}
     first.calls = [remaining[path].pop(0) for path in first.order if path not in skipped]
     return first

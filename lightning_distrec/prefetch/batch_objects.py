@@ -2,8 +2,8 @@
 
 A training_step is neither traced nor rewritten. In the first step it runs as it is, and each argument of a lookup is
 looked for among the objects of the batch: the very same object, a view of one of its tensors, or a KeyedJaggedTensor
-made of them. From later batches the argument is built before their steps begin; when the step calls, same_input.py
-compares its argument with the one that was built.
+made of them. From later batches the argument is built before their steps begin; when the step calls, its argument is
+compared with the one that was built: sources.is_same_input.
 """
 
 import dataclasses
@@ -15,14 +15,8 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_distrec._compat.torchrec import JAGGED_TENSOR_FIELDS, jagged_fields
-from lightning_distrec.prefetch.provenance.same_input import (
+from lightning_distrec.prefetch.sources import (
     SCALARS,
-    are_unwritten,
-    same_geometry,
-    same_memory,
-    versions,
-)
-from lightning_distrec.prefetch.provenance.sources import (
     BatchRoots,
     ConstantSource,
     JaggedSource,
@@ -33,10 +27,14 @@ from lightning_distrec.prefetch.provenance.sources import (
     Source,
     UniformSource,
     ViewSource,
+    are_unwritten,
+    find_uniform_source,
     object_at,
     path_text,
     paths_of,
-    uniform_source_of,
+    same_geometry,
+    same_memory,
+    versions,
 )
 
 Compute = Callable[[Tensor], Source | str]
@@ -69,20 +67,9 @@ class BatchObjects:
             self._walk(child, (*path, step))
 
     @property
-    def tensors(self) -> list[Tensor]:
-        """Those of them that are tensors."""
-        return [child for child, _ in self._objects.values() if isinstance(child, Tensor)]
-
-    @property
     def tensors_with_paths(self) -> list[tuple[Tensor, Path]]:
-        """The same, and where they are."""
+        """Those of them that are tensors, and where they are."""
         return [(child, path) for child, path in self._objects.values() if isinstance(child, Tensor)]
-
-    @property
-    def integers(self) -> Iterator[tuple[int, Path]]:
-        """The integers in its containers, and where they are."""
-        for container, path in self.containers:
-            yield from ((child, (*path, step)) for step, child in _children(container) if type(child) is int)
 
     def is_unwritten(self, tensor: Tensor) -> bool:
         """Whether one of its tensors was not written to since."""
@@ -113,11 +100,11 @@ class BatchObjects:
         if isinstance(argument, Tensor):
             view = self._view_source(argument)
             return self._made_source(argument, ids, compute) if view is None else view
-        return _computed(argument)
+        return _describe(argument)
 
     def _made_source(self, tensor: Tensor, ids: Any, compute: Compute | None) -> Source | str:
-        source = _computed(tensor) if compute is None else compute(tensor)
-        uniform = uniform_source_of(tensor, ids)
+        source = _describe(tensor) if compute is None else compute(tensor)
+        uniform = find_uniform_source(tensor, ids)
         # Lengths that are computed from the batch are regular by chance.
         if uniform is not None and (isinstance(source, str) or not paths_of(source)):
             return uniform
@@ -130,7 +117,7 @@ class BatchObjects:
     def _view_source(self, tensor: Tensor) -> PathSource | ViewSource | None:
         for base, path in self._tensors.get(tensor.untyped_storage().data_ptr(), []):
             if base.numel() and base.dtype == tensor.dtype and are_unwritten(self._versions[id(base)]):
-                view = _view_of(base, self._path_source(base, path), tensor)
+                view = _find_view(base, self._path_source(base, path), tensor)
                 if view is not None:
                     return view
         return None
@@ -172,7 +159,7 @@ def _children(parent: Any) -> Iterator[tuple[PathStep, Any]]:
         yield from ((("attr", name), value) for name, value in vars(parent).items())
 
 
-def _view_of(base: Tensor, source: PathSource, tensor: Tensor) -> PathSource | ViewSource | None:
+def _find_view(base: Tensor, source: PathSource, tensor: Tensor) -> PathSource | ViewSource | None:
     """Return how `tensor`, which shares the storage of `base`, is a view of it."""
     shape, strides = [int(size) for size in base.shape], [int(stride) for stride in base.stride()]
     if same_memory(base, tensor):
@@ -196,10 +183,10 @@ def _view_of(base: Tensor, source: PathSource, tensor: Tensor) -> PathSource | V
 
 def tensors_in(roots: Any) -> list[Tensor]:
     """Return the tensors that can be reached from a batch."""
-    return BatchObjects(roots).tensors
+    return [tensor for tensor, _ in BatchObjects(roots).tensors_with_paths]
 
 
-def _computed(argument: Any) -> str:
+def _describe(argument: Any) -> str:
     text = f"a {type(argument).__name__}"
     if isinstance(argument, Tensor):
         text = f"a tensor of shape {tuple(argument.shape)}"
@@ -225,13 +212,13 @@ class FeatureOrder:
         for container, path in objects.containers:
             if path in used and isinstance(container, (dict, KeyedJaggedTensor)):
                 counting = used[path] | names
-                self._orders.append((path, counting, _order(container, counting)))
+                self._orders.append((path, counting, _key_order(container, counting)))
             self._names += [((*path, step), text) for step, text in _texts(container) if text in names]
 
     def difference(self, roots: BatchRoots) -> str:
         """Return in what a batch differs from the first one, or "". Raises as `object_at` does."""
         for path, counting, order in self._orders:
-            if (new_order := _order(object_at(roots, path), counting)) != order:
+            if (new_order := _key_order(object_at(roots, path), counting)) != order:
                 return f"{path_text(path)} has the features {new_order}, and had {order}"
         for path, name in self._names:
             if (text := object_at(roots, path)) != name:
@@ -239,7 +226,7 @@ class FeatureOrder:
         return ""
 
 
-def _order(container: Any, counting: set[Any]) -> list[Any]:
+def _key_order(container: Any, counting: set[Any]) -> list[Any]:
     return [key for key in container if key in counting] if isinstance(container, dict) else list(container.keys())
 
 

@@ -1,5 +1,6 @@
-"""Where an input of a lookup comes from in the batch, and how it is built from a later batch."""
+"""Where an input of a lookup comes from in the batch, how it is built from a later one, and compared at the call."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -7,6 +8,9 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_distrec import gpu
+from lightning_distrec._compat.torch import version_of
+from lightning_distrec._compat.torchrec import jagged_fields
 from lightning_distrec.late_weights import LateWeights
 
 PathStep = tuple[str, Any]
@@ -23,6 +27,7 @@ class BatchRoots:
 
     def __post_init__(self) -> None:
         # No field: what is computed from the batch is not part of it.
+        # Past __setattr__, which refuses as the dataclass is frozen.
         object.__setattr__(self, "memo", {})
 
     if TYPE_CHECKING:
@@ -50,7 +55,7 @@ class ConstantSource:
 
     value: Any
 
-    def get(self, roots: Any) -> Any:
+    def get(self, roots: Any, ids: Any = None) -> Any:
         """Return it."""
         return self.value
 
@@ -63,7 +68,7 @@ class PathSource:
     aliases: tuple[Path, ...] = ()
     """Other paths at which the same object was found: which of them the step takes is not known."""
 
-    def get(self, roots: Any) -> Any:
+    def get(self, roots: Any, ids: Any = None) -> Any:
         """Return it.
 
         Raises KeyError, IndexError, AttributeError or TypeError: this batch has none there; ValueError: it has
@@ -86,7 +91,7 @@ class ViewSource:
     size: tuple[int, ...]
     """Of the dim that is picked from, or of all but the first: in a wider tensor, -1 would be another column."""
 
-    def get(self, roots: Any) -> Tensor:
+    def get(self, roots: Any, ids: Any = None) -> Tensor:
         """Return it. Raises ValueError: this batch's tensor is wider or narrower."""
         tensor: Tensor = self.base.get(roots)
         size = tensor.shape[1:] if self.form == "reshape" else tensor.shape[self.numbers[0] : self.numbers[0] + 1]
@@ -111,7 +116,7 @@ class UniformSource:
     has_end: bool
     dtype: torch.dtype
 
-    def get_for(self, ids: Tensor) -> Tensor:
+    def get(self, roots: Any, ids: Any) -> Tensor:
         """Return those of `ids`, (num_ids,). Raises ValueError: their number is no multiple of the bag size."""
         num_bags, remainder = divmod(ids.numel(), self.bag_size)
         if remainder:
@@ -125,7 +130,7 @@ class UniformSource:
 class LateSource:
     """Weights of ids that the step computes of what is not known ahead of it. They follow their ids at the call."""
 
-    def get_for(self, ids: Tensor) -> Tensor:
+    def get(self, roots: Any, ids: Any) -> Tensor:
         """Return what stands for those of `ids`."""
         return LateWeights.of(ids)
 
@@ -138,14 +143,11 @@ class JaggedSource:
     fields: tuple[tuple[str, "Source"], ...]
     """Argument of KeyedJaggedTensor -> where it comes from; values come first."""
 
-    def get(self, roots: Any) -> KeyedJaggedTensor:
+    def get(self, roots: Any, ids: Any = None) -> KeyedJaggedTensor:
         """Return one that is made of this batch's tensors."""
         fields: dict[str, Any] = {}
         for name, source in self.fields:
-            if isinstance(source, (UniformSource, LateSource)):
-                fields[name] = source.get_for(fields["values"])
-            else:
-                fields[name] = source.get(roots)
+            fields[name] = source.get(roots, fields.get("values"))
         num_bags = fields["lengths"].numel() if "lengths" in fields else max(0, fields["offsets"].numel() - 1)
         if num_bags % len(self.keys):
             raise ValueError(f"{num_bags} bags are not the same number for {len(self.keys)} keys")
@@ -153,13 +155,14 @@ class JaggedSource:
 
 
 class ComputedSource(Protocol):
-    """Operations of the step that make a tensor of the batch's: computed/slices.py has it."""
+    """Operations of the step that make a tensor of the batch's: recorder.py has it."""
 
-    paths: list[Path]
-    """Of the batch's tensors that it is made of."""
+    @property
+    def paths(self) -> list[Path]:
+        """Of the batch's tensors that it is made of."""
 
-    def get(self, roots: BatchRoots) -> Tensor:
-        """Compute it from this batch. Raises NotReadyError, or as its operations do."""
+    def get(self, roots: BatchRoots, ids: Any = None) -> Tensor:
+        """Return it, once the operations were repeated for this batch."""
 
 
 def paths_of(source: "Source") -> list[Path]:
@@ -189,14 +192,11 @@ class LookupCall:
         arguments: list[Any] = []
         for source in self.arguments:
             # Offsets, lengths and weights come after the ids that they belong to.
-            if isinstance(source, (UniformSource, LateSource)):
-                arguments.append(source.get_for(arguments[0]))
-            else:
-                arguments.append(source.get(roots))
+            arguments.append(source.get(roots, arguments[0] if arguments else None))
         return tuple(arguments)
 
 
-def uniform_source_of(tensor: Tensor, ids: Tensor | None) -> UniformSource | None:
+def find_uniform_source(tensor: Tensor, ids: Tensor | None) -> UniformSource | None:
     """Return `tensor` as lengths or offsets of `ids` in bags of one size, if it is; on a CPU, where comparing is cheap.
 
     ids: (num_ids,).
@@ -210,6 +210,97 @@ def uniform_source_of(tensor: Tensor, ids: Tensor | None) -> UniformSource | Non
     if size == 0 and tensor.numel() > 1 and int(tensor[1]) > 0:
         guesses += [UniformSource("offsets", int(tensor[1]), has_end, tensor.dtype) for has_end in (False, True)]
     for guess in guesses:
-        if ids.numel() % guess.bag_size == 0 and torch.equal(guess.get_for(ids), tensor):
+        if ids.numel() % guess.bag_size == 0 and torch.equal(guess.get(None, ids), tensor):
             return guess
     return None
+
+
+Compare = Callable[[Tensor, Tensor], bool]
+SCALARS = (bool, int, float, str)
+
+
+def is_same_input(argument: Any, prefetched: Any, compare: Compare | None = None) -> bool:
+    """Whether the argument of a call is the prefetched one: the same memory, or on a CPU the same numbers.
+
+    compare: compares the numbers of two tensors of one shape on another device; None: they are not the same.
+    """
+    if argument is prefetched:
+        return True
+    if isinstance(prefetched, LateWeights):
+        return isinstance(argument, Tensor) and argument.shape == prefetched.shape and argument.is_floating_point()
+    if isinstance(argument, Tensor) and isinstance(prefetched, Tensor):
+        return same_memory(argument, prefetched) or _are_equal(argument, prefetched, compare)
+    if isinstance(argument, KeyedJaggedTensor) and isinstance(prefetched, KeyedJaggedTensor):
+        return _is_same_jagged(argument, prefetched, compare)
+    return type(argument) is type(prefetched) and isinstance(argument, SCALARS) and argument == prefetched
+
+
+def _is_same_jagged(argument: KeyedJaggedTensor, prefetched: KeyedJaggedTensor, compare: Compare | None) -> bool:
+    if argument.keys() != prefetched.keys() or argument.variable_stride_per_key():
+        return False
+    prefetched_fields, fields = jagged_fields(prefetched), jagged_fields(argument)
+    if not all(is_same_input(fields[name], prefetched_fields[name], compare) for name in ("values", "weights")):
+        return False
+    names = [
+        name for name in ("lengths", "offsets") if prefetched_fields[name] is not None and fields[name] is not None
+    ]
+    return any(is_same_input(fields[name], prefetched_fields[name], compare) for name in names)
+
+
+def _are_equal(tensor: Tensor, other: Tensor, compare: Compare | None) -> bool:
+    if tensor.dtype != other.dtype or tensor.device != other.device:
+        return False
+    if not gpu.is_on_gpu(tensor):
+        return torch.equal(tensor, other)
+    return compare is not None and tensor.shape == other.shape and compare(tensor, other)
+
+
+def same_memory(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same elements in the same order."""
+    # No comparison of numbers: on a GPU the host would wait for them.
+    return (
+        tensor.data_ptr() == other.data_ptr()
+        and tensor.dtype == other.dtype
+        and tensor.device == other.device
+        and same_geometry(list(tensor.shape), list(tensor.stride()), other)
+    )
+
+
+def same_geometry(shape: list[int], strides: list[int], tensor: Tensor) -> bool:
+    """Whether a tensor has this shape and these strides; strides of dims of one element do not matter."""
+    if list(tensor.shape) != shape:
+        return False
+    return all(size == 1 or a == b for size, a, b in zip(shape, strides, tensor.stride(), strict=True))
+
+
+def versions(*arguments: Any) -> list[tuple[Tensor, int | None]]:
+    """Return the tensors of these arguments, and how often each was written to in place; None: it is not counted."""
+    tensors: list[Tensor] = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            tensors.append(argument)
+        elif isinstance(argument, KeyedJaggedTensor):
+            tensors += [field for field in jagged_fields(argument).values() if field is not None]
+    return [(tensor, version_of(tensor)) for tensor in tensors]
+
+
+def are_unwritten(versioned: list[tuple[Tensor, int | None]]) -> bool:
+    """Whether none of the tensors was written to in place since `versions`; false where writes are not counted."""
+    return all(version is not None and version_of(tensor) == version for tensor, version in versioned)
+
+
+def has_same_leaves(argument: Any, batch: Any) -> bool:
+    """Whether this is the batch, or dicts, lists and tuples around the very same objects.
+
+    DistributedDataParallel with device_ids and FSDP2's root rebuild the containers of what they are called with.
+    """
+    if argument is batch:
+        return True
+    if isinstance(batch, dict):
+        same_keys = isinstance(argument, dict) and argument.keys() == batch.keys()
+        return same_keys and all(has_same_leaves(argument[key], value) for key, value in batch.items())
+    if isinstance(batch, (list, tuple)):
+        same_length = isinstance(argument, (list, tuple)) and len(argument) == len(batch)
+        return same_length and all(map(has_same_leaves, argument, batch))
+    # Numbers and texts have no identity that counts.
+    return isinstance(batch, SCALARS) and type(argument) is type(batch) and bool(argument == batch)

@@ -1,0 +1,365 @@
+"""Records the operations of one step that depend on its batch, and on constants, alone.
+
+Used in the first steps of each kind, and where a later batch is unlike them. computed_calls.py repeats operations.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_distrec._compat.tensors import argument_names, storage_key, watch_operations, written_by
+from lightning_distrec._compat.torch import version_of
+from lightning_distrec.own_operations import OWN
+from lightning_distrec.prefetch.batch_objects import BatchObjects
+from lightning_distrec.prefetch.sources import BatchRoots, Path, PathSource, object_at, path_text
+
+aten = torch.ops.aten
+UNINITIALIZED = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default}
+NAMESPACES = ("aten", "prim", "prims", "fbgemm")
+"""Of operations without side effects but those in their schemas: repeating them ahead does nothing else."""
+HINTS = {"permuted_lengths_sum", "output_size"}
+"""Arguments that give the size of the result, for speed; without them it is computed."""
+LARGEST = 2**62
+"""torch writes x[:, 2:] with an end of 2**63 - 1."""
+COPIED_BYTES = 64 * 2**20
+"""A larger held tensor is not copied, and counts as changed once it is written to."""
+
+
+class HeldTensor:
+    """A tensor that is not the batch's and was there before the step: a buffer, or an attribute of a module.
+
+    read: returns it as it is now.
+    """
+
+    def __init__(self, name: str, read: Callable[[], Any]) -> None:
+        self.name = name
+        self.read = read
+        self.tensor: Tensor | None = None
+        """As it was when a lookup of the recorded step first depended on it."""
+        self._stamp: Any = None
+        self._copy: Tensor | None = None
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def keep(self) -> None:
+        """Note its value, with which `changed` compares later ones."""
+        if self.tensor is None:
+            self.tensor = tensor = self.read()
+            self._stamp = _stamp(tensor)
+            is_small = tensor.numel() * tensor.element_size() <= COPIED_BYTES
+            self._copy = tensor.detach().clone() if is_small else None
+
+    def changed(self) -> bool:
+        """Whether it has another value now."""
+        tensor = self.read()
+        stamp = _stamp(tensor)
+        if stamp == self._stamp:
+            return False
+        # A broadcast of buffers writes to them and changes nothing.
+        if self._copy is None or not isinstance(tensor, Tensor) or not are_equal(tensor, self._copy):
+            return True
+        self._stamp = stamp
+        return False
+
+
+@dataclass(frozen=True, eq=False)
+class Constant:
+    """A tensor that the step makes of Python numbers: torch.tensor([...])."""
+
+    value: Tensor = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One output of a recorded operation."""
+
+    operation: int
+    output: int
+
+
+Input = PathSource | HeldTensor | Constant | Result
+Origin = tuple[Any, ...]
+"""Where a number may come from: ("const", value), ("size", path, dim), ("numel", path), or ("read", operation), for one
+that Python has read."""
+
+
+@dataclass
+class Number:
+    """An integer that is given to an operation. It has come from any of these origins in every step so far."""
+
+    origins: frozenset[Origin]
+
+    @property
+    def reads(self) -> list[int]:
+        """The operations whose value it may be."""
+        return [origin[1] for origin in self.origins if origin[0] == "read"]
+
+
+Guards = dict[int, bool | Number]
+"""Operation whose value Python has read before a call, and may have branched on -> what it was; the number that it has
+been."""
+
+
+@dataclass
+class Operation:
+    """One operation that torch has dispatched."""
+
+    function: Any
+    args: Any
+    kwargs: dict[str, Any]
+    storages: frozenset[int]
+    """Of its tensors, in the step that was recorded."""
+
+    @property
+    def parts(self) -> list[Any]:
+        """Its arguments, without the lists that they are in."""
+        return list(_flatten((self.args, self.kwargs)))
+
+
+@dataclass(eq=False)
+class TracedSource:
+    """A tensor that operations of the step make of its batch. end: None for the guards alone."""
+
+    end: Input | None
+    operations: dict[int, Operation]
+    """By their place in the recording."""
+    recording: object
+    """Of which `BatchRoots.memo` has the repeated results."""
+
+    @property
+    def parts(self) -> list[Any]:
+        """What the operations are given, and the end."""
+        return [*(part for operation in self.operations.values() for part in operation.parts), self.end]
+
+    @property
+    def paths(self) -> list[Path]:
+        """Of the batch's tensors that it is made of."""
+        return list(dict.fromkeys(part.path for part in self.parts if isinstance(part, PathSource)))
+
+    def get(self, roots: BatchRoots, ids: Any = None) -> Any:
+        """Return it, once the operations were repeated for this batch."""
+        return roots.memo[self.recording].value(self.end)
+
+
+class Recorder:
+    """A recording of one step. Inside of the context that `recording` returns, operations are recorded.
+
+    module: whose tensors may be used. objects: of the batch before the step. roots: that batch.
+    """
+
+    def __init__(self, module: nn.Module, objects: BatchObjects, roots: BatchRoots) -> None:
+        self.roots = roots
+        self.objects = objects
+        self.read_refusal = ""
+        """Why a value that Python has read cannot be computed ahead."""
+        self._identity = object()
+        self._operations: list[Operation] = []
+        self._spoiled: dict[int, str] = {}
+        """Storage of the batch, or of what is computed, that was written to -> a reason to refuse what reads it."""
+        self._failure = ""
+        """Why no more is recorded."""
+        self._sources: dict[int, tuple[Tensor, Input]] = {}
+        """id of a tensor that can be computed ahead -> it, so that its id stays its own, and where it comes from."""
+        self._storages: dict[int, str] = {}
+        """Storage -> what it is called where writes to it spoil a recording; "" for held tensors."""
+        self._refused: Any = WeakIdKeyDictionary()
+        """Tensor that cannot be -> why not."""
+        self.reads: Guards = {}
+        """What Python has read."""
+        self._used: set[int] = set()
+        """Reads whose number an operation was given later."""
+        self._origins: dict[int, set[Origin]] = {}
+        """Number -> where it may come from."""
+        self._random_states = _random_states()
+        for tensor, path in objects.tensors_with_paths:
+            self._add(tensor, PathSource(path), path_text(path))
+            for dim, size in enumerate(tensor.shape):
+                self._origins.setdefault(size, set()).add(("size", path, dim))
+            if tensor.dim() != 1:
+                self._origins.setdefault(tensor.numel(), set()).add(("numel", path))
+        for name, weight in module.named_parameters():
+            if weight.requires_grad:
+                self._refused[weight] = f"it depends on the weight '{name}'"
+        for prefix, child in module.named_modules():
+            attributes = [*child.named_buffers(recurse=False), *child.named_parameters(recurse=False)]
+            for key, value in [*attributes, *vars(child).items()]:
+                if isinstance(value, Tensor) and not value.requires_grad:
+                    name = ".".join(filter(None, ("self", prefix, key)))
+                    self._add(value, HeldTensor(name, partial(getattr, child, key)), "")
+
+    def recording(self) -> Any:
+        """Return the context of the step."""
+        return watch_operations(self._note)
+
+    def guards(self) -> Guards:
+        """Return the guards of a call that is made now."""
+        reads = {index: value for index, value in self.reads.items() if index not in self._used}
+        return {index: Number(value.origins) if isinstance(value, Number) else value for index, value in reads.items()}
+
+    def note_rows(self, path: str, output: Any) -> None:
+        """Note that these tensors are rows of a table."""
+        for tensor in _tensors_in(output):
+            # ids of tensors are reused: the rows may be where a recorded tensor was before.
+            self._sources.pop(id(tensor), None)
+            self._refused[tensor] = f"it depends on rows of '{path}'"
+
+    def trace(self, tensor: Tensor | None, guards: Guards) -> TracedSource | str:
+        """Return the operations that make a tensor of the step and its guards, or why they cannot be repeated ahead.
+
+        tensor: None for the guards alone.
+        """
+        if self._failure:
+            return self._failure
+        if self._random_states != _random_states():
+            return "Python or numpy has drawn random numbers in the step before the call"
+        end = None if tensor is None else self._source_of(tensor)
+        if isinstance(end, str):
+            return end
+        pending, needed = [*guards, *_operations_behind(end)], set[int]()
+        while pending:
+            index = pending.pop()
+            if index not in needed:
+                needed.add(index)
+                pending += [maker for part in self._operations[index].parts for maker in _operations_behind(part)]
+        source = TracedSource(end, {index: self._operations[index] for index in sorted(needed)}, self._identity)
+        # A write counts for all that shares the memory, also for operations that have read it before the write.
+        for storage in [storage for operation in source.operations.values() for storage in operation.storages]:
+            if storage in self._spoiled:
+                return self._spoiled[storage]
+        for path in source.paths:
+            if not self.objects.is_unwritten(object_at(self.roots, path)):
+                return f"{path_text(path)} is changed in place"
+        for part in source.parts:
+            if isinstance(part, HeldTensor):
+                part.keep()
+        return source
+
+    def _source_of(self, tensor: Tensor) -> Input | str:
+        if id(tensor) in self._sources:
+            return self._spoiled.get(storage_key(tensor)) or self._sources[id(tensor)][1]
+        return str(self._refused.get(tensor, "it depends on a tensor of unknown origin"))
+
+    def _add(self, tensor: Tensor, source: Input, name: str = "a tensor that the step computes") -> None:
+        self._sources.setdefault(id(tensor), (tensor, source))
+        self._storages.setdefault(storage_key(tensor), name)
+
+    def _note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if OWN.depth or self._failure:
+            return
+        try:
+            self._note_operation(function, args, kwargs, output)
+        except Exception as error:  # the user's step goes on
+            self._failure = f"{function} could not be recorded: {type(error).__name__}: {error}"
+
+    def _note_operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        # Dispatched for what Python has made, by torch.tensor([...]) or from_numpy, before the user gets it: no other
+        # operation shows its values.
+        if function is aten.lift_fresh.default:
+            self._add(output, Constant(args[0].detach().clone()))
+            return
+        inputs, outputs = _tensors_in((args, kwargs)), _tensors_in(output)
+        reason = self._refusal(function, inputs)
+        if not outputs and isinstance(output, (bool, int, float)):
+            if inputs:
+                self._note_read(function, args, kwargs, output, reason)
+            return
+        for tensor in _tensors_in(list(written_by(function, args, kwargs))):
+            # Held tensors have no name, since their values are compared: a broadcast of buffers writes to them.
+            if name := self._storages.get(storage_key(tensor)):
+                self._spoiled[storage_key(tensor)] = f"{name} is changed in place"
+        # An operation in place returns its argument, which keeps its source: by now it is spoiled, or held.
+        made = [(i, tensor) for i, tensor in enumerate(outputs) if not any(tensor is argument for argument in inputs)]
+        if made and not reason:
+            index = self._record(function, args, kwargs, [*inputs, *outputs])
+        for i, tensor in made:
+            if reason:
+                self._refused[tensor] = reason
+            else:
+                self._add(tensor, Result(index, i))
+
+    def _refusal(self, function: Any, inputs: list[Tensor]) -> str:
+        """Return why the results of an operation cannot be computed ahead, or ""."""
+        if function.namespace not in NAMESPACES:
+            return f"{function} is none of torch's own operations"
+        if torch.Tag.nondeterministic_seeded in function.tags:
+            return f"{function} draws random numbers"
+        if function in UNINITIALIZED:
+            return f"{function} is not initialized"
+        return next((source for tensor in inputs if isinstance(source := self._source_of(tensor), str)), "")
+
+    def _note_read(self, function: Any, args: Any, kwargs: Any, value: Any, reason: str) -> None:
+        if reason:
+            self.read_refusal = self.read_refusal or f"Python has read a value before the call: {reason}"
+            return
+        index = self._record(function, args, kwargs, _tensors_in((args, kwargs)))
+        self.reads[index] = value if isinstance(value, bool) else self._number(value)
+        if type(value) is int:
+            self._origins.setdefault(value, set()).add(("read", index))
+
+    def _record(self, function: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> int:
+        encoded = [self._encode(name, value) for name, value in zip(argument_names(function), args, strict=False)]
+        options = {name: self._encode(name, value) for name, value in kwargs.items()}
+        self._operations.append(Operation(function, encoded, options, frozenset(map(storage_key, tensors))))
+        return len(self._operations) - 1
+
+    def _encode(self, name: str, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._sources[id(value)][1]
+        if name in HINTS:
+            return None  # the sum of other lengths in later batches
+        if type(value) in (list, tuple):
+            return type(value)(self._encode(name, child) for child in value)
+        # dims are not sizes: a dim of 1 must not become "the batch size", which is 1 in the first batch by chance.
+        if type(value) is not int or value >= LARGEST or "dim" in name:
+            return value
+        # What Python does with the number is known from here on, so that it needs not be the same in later batches.
+        number = self._number(value)
+        self._used.update(number.reads)
+        return number
+
+    def _number(self, value: Any) -> Number:
+        """Return a number with all origins that fit; a constant always does."""
+        origins = self._origins.get(value, set()) if type(value) is int else set()
+        return Number(frozenset(origins | {("const", value)}))
+
+
+def _operations_behind(part: Any) -> list[int]:
+    """Return the operations that make a tensor or number."""
+    if isinstance(part, Result):
+        return [part.operation]
+    return part.reads if isinstance(part, Number) else []
+
+
+def _flatten(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple, dict)):
+        for child in value.values() if isinstance(value, dict) else value:
+            yield from _flatten(child)
+    else:
+        yield value
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    return [child for child in _flatten(value) if isinstance(child, Tensor)]
+
+
+def are_equal(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same values, of one type, on one device."""
+    return tensor.dtype == other.dtype and tensor.device == other.device and torch.equal(tensor, other)
+
+
+def _stamp(tensor: Any) -> tuple[int, int | None]:
+    """Return what is another one once a tensor is replaced or written to."""
+    return id(tensor), version_of(tensor) if isinstance(tensor, Tensor) else None
+
+
+def _random_states() -> tuple[Any, ...]:
+    numpy_state: Any = np.random.get_state()
+    return random.getstate(), numpy_state[1].tobytes(), numpy_state[2]
