@@ -304,10 +304,11 @@ class ComputedCall:
 class Trial:
     """The first steps of a kind: what they compute is recorded and compared before anything is sent ahead.
 
-    paths: tables whose calls are compared, alike on all ranks.
+    paths: tables whose calls are compared, alike on all ranks. order: the tables of all calls of the first step.
     """
 
-    def __init__(self, paths: Sequence[str]) -> None:
+    def __init__(self, paths: Sequence[str], order: Sequence[str]) -> None:
+        self.order = order
         self.calls: dict[str, list[ComputedCall]] = {path: [] for path in paths}
         self._num_steps = 0
         self._irregular: set[str] = set()

@@ -32,22 +32,21 @@ class Learner:
         self._warn = warn
         self._record = record
         self._has_reported_unlike = False
-        self._trials: dict[str, tuple[Trial, list[str]]] = {}
-        """Kind of step -> what is known of its computed calls, and the tables of the first step's calls in order."""
+        self._trials: dict[str, Trial] = {}
+        """Kind of step -> what is known of its computed calls, until its trial is over."""
         self._recorder: Recorder | None = None
         self._recorded: list[RecordedCall] = []
         self._batch: InFlightBatch | None = None
 
     def needs_objects(self, kind: str) -> bool:
         """Whether a batch that is drawn now may be recorded."""
-        return kind not in self.calls or kind in self._trials and not self._trials[kind][0].is_over
+        return kind not in self.calls or kind in self._trials
 
     # -- a step
 
     def begin_step(self, batch: InFlightBatch) -> None:
         """Decide whether the step of `batch` is recorded."""
-        is_first, in_trial = batch.kind not in self.calls, self._trial(batch.kind) is not None
-        self.is_recording = is_first or in_trial or any(call.can_learn for call in batch.unready)
+        self.is_recording = self.needs_objects(batch.kind) or any(call.can_learn for call in batch.unready)
         if not self.is_recording:
             return
         self._batch, self._recorded = batch, []
@@ -85,33 +84,30 @@ class Learner:
         if not self.is_recording or batch is None:
             return False
         self.is_recording, self._recorded, self._recorder = False, [], None
-        trial = self._trial(batch.kind)
-        if batch.kind not in self.calls:
-            self._learn_first(batch, recorded)
-        elif trial is not None:
-            trial.end_step(_by_path(recorded))
+        is_first = batch.kind not in self.calls
+        variants: dict[str, list[Variant | str]] = {}
+        for recorded_call in recorded:
+            variants.setdefault(recorded_call.path, []).append(recorded_call.variant or recorded_call.reason)
+        if is_first:
+            self._learn_first(batch, recorded, variants)
+        elif (trial := self._trials.get(batch.kind)) is not None:
+            trial.end_step(variants)
             if trial.is_over:
-                self._learn_trial(batch, trial)
+                self._learn_trial(batch, self._trials.pop(batch.kind))
         else:
-            variants = _by_path(recorded)
             for call in batch.unready:
                 for variant in variants.get(call.path, [])[call.place : call.place + 1]:
                     call.learn(variant)
-            batch.objects = None
-            return False
-        was_first = trial is None
         batch.objects = self._batch = None
-        return was_first
+        return is_first
 
     def drop(self) -> None:
         """Forget the step that is running."""
         self.is_recording, self._recorded, self._recorder, self._batch = False, [], None, None
 
-    def _trial(self, kind: str) -> Trial | None:
-        trial, _ = self._trials.get(kind, (None, None))
-        return None if trial is None or trial.is_over else trial
-
-    def _learn_first(self, batch: InFlightBatch, recorded: list[RecordedCall]) -> None:
+    def _learn_first(
+        self, batch: InFlightBatch, recorded: list[RecordedCall], variants: dict[str, list[Variant | str]]
+    ) -> None:
         assert batch.objects is not None
         first = agree_on_calls(recorded, self._ranks)
         self._report(batch.kind, first.reasons)
@@ -119,16 +115,15 @@ class Learner:
             first.calls, batch.objects, is_complete=not first.reasons and not first.trial
         )
         if first.trial:
-            trial = Trial(first.trial)
-            trial.end_step(_by_path(recorded))
-            self._trials[batch.kind] = trial, first.order
+            self._trials[batch.kind] = trial = Trial(first.trial, first.order)
+            trial.end_step(variants)
 
     def _learn_trial(self, batch: InFlightBatch, trial: Trial) -> None:
         assert batch.objects is not None
         usable, reasons = trial.agree(self._ranks)
         self._report(batch.kind, reasons)
         calls = self.calls[batch.kind]
-        untried = {path for path in self._trials[batch.kind][1] if path not in trial.calls}
+        untried = {path for path in trial.order if path not in trial.calls}
         was_complete = untried <= {call.path for call in calls.calls}
         self.calls[batch.kind] = StepCalls(
             [*calls.calls, *usable],
@@ -164,10 +159,3 @@ class Learner:
             call.is_reported = True
             call.refused = call.refused or next(filter(None, reasons))
             self._report(batch.kind, {call.path: next(filter(None, reasons))})
-
-
-def _by_path(recorded: list[RecordedCall]) -> dict[str, list[Variant | str]]:
-    calls: dict[str, list[Variant | str]] = {}
-    for call in recorded:
-        calls.setdefault(call.path, []).append(call.reason if call.variant is None else call.variant)
-    return calls
