@@ -144,9 +144,9 @@ class Space:
             yield from nodes
         elif option.sharding_type == "table_column_wise":
             for node in nodes:
-                yield from itertools.combinations_with_replacement(node, len(option.which))
+                yield from itertools.combinations_with_replacement(node, len(option.size_numbers))
         else:
-            yield from itertools.combinations_with_replacement(ranks, len(option.which))
+            yield from itertools.combinations_with_replacement(ranks, len(option.size_numbers))
 
 
 def renamed_ranks(layout: NodeLayout) -> Iterator[tuple[int, ...]]:

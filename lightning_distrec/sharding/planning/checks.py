@@ -39,7 +39,7 @@ def check_memory(plan: ShardingPlan, memory: RankMemory, reservation: Reservatio
 
 def plan_for_run(
     plan: ShardingPlan,
-    what: str,
+    description: str,
     tables: list[Table],
     constraints: Mapping[str, TableConstraints],
     layout: NodeLayout,
@@ -58,39 +58,38 @@ def plan_for_run(
     if plan.num_ranks != layout.num_ranks:
         are = "is 1" if layout.num_ranks == 1 else f"are {layout.num_ranks:,}"
         wrong.append(f"it is for {quantity(plan.num_ranks, 'rank')}, and there {are}")
-    wanted = {
-        table.full_name: f"{c.num_embeddings:,} x {c.embedding_dim:,} {c.data_type.value}"
-        for table in tables
-        for c in [table.config]
-    }
+    sizes = {}
+    for table in tables:
+        config = table.config
+        sizes[table.full_name] = f"{config.num_embeddings:,} x {config.embedding_dim:,} {config.data_type.value}"
     planned = {name: table.size for name, table in plan.tables.items()}
-    wrong += size_differences(planned, wanted, "the plan", "the module")
+    wrong += size_differences(planned, sizes, "the plan", "the module")
     if not wrong:
         plan = _unreplicated(plan, [name for name in frozen if "table_wise" in constraints[name].sharding_types])
         for table in tables:
             in_plan = plan.tables[table.full_name]
-            reason = _why_not(table, in_plan, constraints[table.full_name], layout, device)
+            reason = _table_misfit(table, in_plan, constraints[table.full_name], layout, device)
             wrong += [f"table '{table.full_name}' {reason}"] if reason else []
         wrong += _unequal_widths(tables, plan)
     if wrong:
-        more = [f"and {len(wrong) - NUM_LISTED} more"] if len(wrong) > NUM_LISTED else []
-        lines = "".join(f"\n  - {line}" for line in [*wrong[:NUM_LISTED], *more])
+        remainder = [f"and {len(wrong) - NUM_LISTED} more"] if len(wrong) > NUM_LISTED else []
+        lines = "".join(f"\n  - {line}" for line in [*wrong[:NUM_LISTED], *remainder])
         raise PlanError(
-            f"{what} does not suit this run:{lines}\nName the plan of a run like this one, change the file, or leave "
-            "plan_file out."
+            f"{description} does not suit this run:{lines}\nName the plan of a run like this one, change the file, or "
+            "leave plan_file out."
         )
     ordered = {table.full_name: plan.tables[table.full_name] for table in tables}
     return replace(plan, layout=layout, device=device, tables=ordered)
 
 
-def _why_not(
+def _table_misfit(
     table: Table, planned: PlannedTable, constraints: TableConstraints, layout: NodeLayout, device: str
 ) -> str:
     sharding_type, kernel = planned.sharding_type, planned.compute_kernel
-    by_user = constraints.options.sharding_types
-    if by_user is not None and sharding_type not in by_user:
-        return f"is {sharding_type}, and sharding_types={by_user} does not allow that"
-    if by_user is None and sharding_type == "data_parallel":
+    user_types = constraints.options.sharding_types
+    if user_types is not None and sharding_type not in user_types:
+        return f"is {sharding_type}, and sharding_types={user_types} does not allow that"
+    if user_types is None and sharding_type == "data_parallel":
         return (
             "is data_parallel, so that the user's own optimizer must update it; allow that by "
             "sharding_types=['data_parallel'] for the table"
@@ -103,7 +102,7 @@ def _why_not(
         except PlanError as error:
             reason = str(error).removeprefix(f"table '{table.full_name}': ").rstrip(".")
             return f"cannot be sharded {reason}"
-    if reason := why_not_placed(planned, layout.num_ranks, layout.ranks_per_node):
+    if reason := placement_error(planned, layout.num_ranks, layout.ranks_per_node):
         return f"cannot have these shards on {quantity(layout.ranks_per_node, 'rank')} per node: {reason}"
     if kernel in HOST_KERNELS and constraints.kept_gradient:
         return f"has the kernel {kernel}, with which the user's own optimizer gets no gradient; use fused"
@@ -130,16 +129,16 @@ def _unreplicated(plan: ShardingPlan, names: Collection[str]) -> ShardingPlan:
 
 def _unequal_widths(tables: list[Table], plan: ShardingPlan) -> list[str]:
     """Return a line for each EmbeddingCollection with column-wise shards of several widths; torchrec needs one."""
-    widths: dict[str, set[int]] = {}
+    widths_by_collection: dict[str, set[int]] = {}
     for table in tables:
         planned = plan.tables[table.full_name]
         if not table.pooled and planned.sharding_type == "column_wise":
-            widths.setdefault(table.collection, set()).update(shard.sizes[1] for shard in planned.shards)
+            widths_by_collection.setdefault(table.collection, set()).update(shard.sizes[1] for shard in planned.shards)
     return [
-        f"tables of the EmbeddingCollection '{path}' have column_wise shards of {sorted(found)} columns, and torchrec "
-        "needs one width for all of them"
-        for path, found in widths.items()
-        if len(found) > 1
+        f"tables of the EmbeddingCollection '{path}' have column_wise shards of {sorted(widths)} columns, and "
+        "torchrec needs one width for all of them"
+        for path, widths in widths_by_collection.items()
+        if len(widths) > 1
     ]
 
 
@@ -147,30 +146,30 @@ Strip = list[PlannedShard]
 """The shards of some columns, by their first row."""
 
 
-def why_not_placed(table: PlannedTable, num_ranks: int, ranks_per_node: int) -> str:
+def placement_error(table: PlannedTable, num_ranks: int, ranks_per_node: int) -> str:
     """Return why torchrec cannot hold a table in these shards; "" where it can."""
     if table.sharding_type == "data_parallel":
-        return _why_not_on_all(table, num_ranks)
+        return _replica_error(table, num_ranks)
     strips = _strips(table.shards)
     return (
-        _why_not_covered(strips, table)
-        or _why_not_these_edges(strips, table.sharding_type)
-        or _why_not_aligned(strips)
-        or _why_not_on_these(strips, table, num_ranks, ranks_per_node)
+        _coverage_error(strips, table)
+        or _edge_error(strips, table.sharding_type)
+        or _alignment_error(strips)
+        or _rank_error(strips, table, num_ranks, ranks_per_node)
     )
 
 
-def why_not_inside(shard: PlannedShard, rows: int, dim: int, num_ranks: int) -> str:
+def bounds_error(shard: PlannedShard, rows: int, dim: int, num_ranks: int) -> str:
     """Return why a shard cannot be one of a table of this size; "" where it can."""
-    for what, offset, size, end in zip(("row", "column"), shard.offsets, shard.sizes, (rows, dim), strict=True):
+    for axis, offset, size, end in zip(("row", "column"), shard.offsets, shard.sizes, (rows, dim), strict=True):
         if offset + size > end:
-            return f"exceeds the table: {what}s {offset} to {offset + size - 1}, and the last one is {end - 1}"
+            return f"exceeds the table: {axis}s {offset} to {offset + size - 1}, and the last one is {end - 1}"
     if shard.rank >= num_ranks:
         return f"is on rank {shard.rank}, and the last one is {num_ranks - 1}"
     return ""
 
 
-def _why_not_on_all(table: PlannedTable, num_ranks: int) -> str:
+def _replica_error(table: PlannedTable, num_ranks: int) -> str:
     all_of_it = ((0, 0), (table.num_rows, table.dim))
     if any((shard.offsets, shard.sizes) != all_of_it for shard in table.shards):
         return "data_parallel: each rank holds all of the table, and a shard has only some of it"
@@ -186,31 +185,31 @@ def _strips(shards: Sequence[PlannedShard]) -> list[Strip]:
     return list(strips.values())
 
 
-def _why_not_covered(strips: list[Strip], table: PlannedTable) -> str:
+def _coverage_error(strips: list[Strip], table: PlannedTable) -> str:
     columns = [(strip[0].offsets[1], strip[0].sizes[1]) for strip in strips]
-    if reason := _why_no_cover(columns, table.dim, "columns", ""):
+    if reason := _gap_or_overlap(columns, table.dim, "columns", ""):
         return reason
     for strip, (first, width) in zip(strips, columns, strict=True):
         rows = [(shard.offsets[0], shard.sizes[0]) for shard in strip]
-        of = "" if len(strips) == 1 else f" of columns {first} to {first + width - 1}"
-        if reason := _why_no_cover(rows, table.num_rows, "rows", of):
+        strip_text = "" if len(strips) == 1 else f" of columns {first} to {first + width - 1}"
+        if reason := _gap_or_overlap(rows, table.num_rows, "rows", strip_text):
             return reason
     return ""
 
 
-def _why_no_cover(blocks: list[tuple[int, int]], end: int, what: str, of: str) -> str:
+def _gap_or_overlap(blocks: list[tuple[int, int]], end: int, axis: str, strip_text: str) -> str:
     """Return why blocks (first, size), sorted, do not cover 0 to `end` exactly once; "" if they do."""
-    at = 0
+    position = 0
     for first, size in [*blocks, (end, 0)]:
-        if first > at:
-            return f"{what} {at} to {first - 1}{of} are in no shard"
-        if first < at:
-            return f"{what} {first} to {at - 1}{of} are in shards that overlap"
-        at = first + size
+        if first > position:
+            return f"{axis} {position} to {first - 1}{strip_text} are in no shard"
+        if first < position:
+            return f"{axis} {first} to {position - 1}{strip_text} are in shards that overlap"
+        position = first + size
     return ""
 
 
-def _why_not_these_edges(strips: list[Strip], sharding_type: str) -> str:
+def _edge_error(strips: list[Strip], sharding_type: str) -> str:
     if sharding_type not in COLUMN_TYPES and len(strips) > 1:
         return f"{sharding_type} does not shard columns, and these shards do"
     if sharding_type not in ROW_TYPES and any(len(strip) > 1 for strip in strips):
@@ -218,29 +217,29 @@ def _why_not_these_edges(strips: list[Strip], sharding_type: str) -> str:
     return ""
 
 
-def _why_not_aligned(strips: list[Strip]) -> str:
+def _alignment_error(strips: list[Strip]) -> str:
     widths = [strip[0].sizes[1] for strip in strips if strip[0].sizes[1] % 4]
     return f"a shard has {widths[0]} columns, and FBGEMM's rows come in multiples of 4" if widths else ""
 
 
-def _why_not_on_these(strips: list[Strip], table: PlannedTable, num_ranks: int, ranks_per_node: int) -> str:
+def _rank_error(strips: list[Strip], table: PlannedTable, num_ranks: int, ranks_per_node: int) -> str:
     sharding_type = table.sharding_type
     if sharding_type in ROW_TYPES:
         first_ranks = [
             0 if sharding_type == "row_wise" else s[0].rank // ranks_per_node * ranks_per_node for s in strips
         ]
-        wanted = num_ranks if sharding_type == "row_wise" else ranks_per_node
+        num_blocks = num_ranks if sharding_type == "row_wise" else ranks_per_node
         for strip, first in zip(strips, first_ranks, strict=True):
-            if [shard.rank for shard in strip] != list(range(first, first + len(strip))) or len(strip) != wanted:
+            if [shard.rank for shard in strip] != list(range(first, first + len(strip))) or len(strip) != num_blocks:
                 return (
-                    f"{sharding_type} gives each of the ranks {first} to {first + wanted - 1} one block of rows, in "
-                    "the order of the ranks"
+                    f"{sharding_type} gives each of the ranks {first} to {first + num_blocks - 1} one block of rows, "
+                    "in the order of the ranks"
                 )
-            block = -(-table.num_rows // wanted)
+            block = -(-table.num_rows // num_blocks)
             if any(shard.sizes[0] != block for shard in strip[:-1]):
                 return (
-                    f"{sharding_type} shards {table.num_rows} rows for {wanted} ranks into blocks of {block}, and the "
-                    "last block is smaller"
+                    f"{sharding_type} shards {table.num_rows} rows for {num_blocks} ranks into blocks of {block}, and "
+                    "the last block is smaller"
                 )
     nodes = {shard.rank // ranks_per_node for strip in strips for shard in strip}
     if sharding_type in ONE_NODE_TYPES and len(nodes) > 1:

@@ -66,18 +66,20 @@ def allowed_types(table: Table, options: TableOptions, layout: NodeLayout, unspl
     Raises PlanError: none of those that the user allowed is possible, with the reasons.
     """
     possible = POOLED_TYPES if table.pooled else SEQUENCE_TYPES
-    wanted = tuple(options.sharding_types or (t for t in default_types(layout.num_nodes) if t in possible))
+    requested = tuple(options.sharding_types or (t for t in default_types(layout.num_nodes) if t in possible))
     reasons = {
-        kind: _why_not_type(table, kind, layout, unsplit_rows_for) or _why_not_columns(table, kind, options)
-        for kind in wanted
+        kind: _type_obstacle(table, kind, layout, unsplit_rows_for) or _width_obstacle(table, kind, options)
+        for kind in requested
     }
     types = tuple(kind for kind, reason in reasons.items() if not reason)
     if not types:
-        raise PlanError(f"table '{table.full_name}': {'; '.join(f'{kind}: {why}' for kind, why in reasons.items())}.")
+        raise PlanError(
+            f"table '{table.full_name}': {'; '.join(f'{kind}: {reason}' for kind, reason in reasons.items())}."
+        )
     return types
 
 
-def _why_not_type(table: Table, sharding_type: str, layout: NodeLayout, unsplit_rows_for: str) -> str:
+def _type_obstacle(table: Table, sharding_type: str, layout: NodeLayout, unsplit_rows_for: str) -> str:
     if not table.pooled and sharding_type not in SEQUENCE_TYPES:
         return f"an EmbeddingCollection's table can be {', '.join(SEQUENCE_TYPES)}"
     if layout.num_replicas > 1 and sharding_type in (*TWO_LEVEL_TYPES, "data_parallel"):
@@ -101,7 +103,7 @@ def _why_not_type(table: Table, sharding_type: str, layout: NodeLayout, unsplit_
     return ""
 
 
-def _why_not_columns(table: Table, sharding_type: str, options: TableOptions) -> str:
+def _width_obstacle(table: Table, sharding_type: str, options: TableOptions) -> str:
     width, dim = options.min_partition, table.config.embedding_dim
     if table.pooled or sharding_type != "column_wise" or width is None or dim <= width or dim % width == 0:
         return ""
@@ -121,24 +123,24 @@ def allowed_kernels(
     cannot have one.
     """
     types = list(types)
-    wanted = options.compute_kernels or KERNELS
-    reasons = {kernel: _why_not_kernel(kernel, types, kept_gradient, device) for kernel in wanted}
+    requested = options.compute_kernels or KERNELS
+    reasons = {kernel: _kernel_obstacle(kernel, types, kept_gradient, device) for kernel in requested}
     kernels = tuple(kernel for kernel, reason in reasons.items() if not reason)
     if not kernels:
         raise PlanError(
-            f"table '{table.full_name}': compute_kernels={list(wanted)}: "
-            f"{'; '.join(f'{kernel}: {why}' for kernel, why in reasons.items())}."
+            f"table '{table.full_name}': compute_kernels={list(requested)}: "
+            f"{'; '.join(f'{kernel}: {reason}' for kernel, reason in reasons.items())}."
         )
     if options.cache_load_factor is not None and "fused_uvm_caching" not in kernels:
         raise PlanError(
             f"table '{table.full_name}': cache_load_factor={options.cache_load_factor} is for a fused_uvm_caching "
-            f"table, which this one cannot be: {_why_not_kernel('fused_uvm_caching', types, kept_gradient, device)}. "
+            f"table, which this one cannot be: {_kernel_obstacle('fused_uvm_caching', types, kept_gradient, device)}. "
             "Leave cache_load_factor out."
         )
     return kernels
 
 
-def _why_not_kernel(kernel: str, types: list[str], kept_gradient: bool, device: str) -> str:
+def _kernel_obstacle(kernel: str, types: list[str], kept_gradient: bool, device: str) -> str:
     if kernel == "dense":
         return "" if "data_parallel" in types else "is for tables whose sharding_types are data_parallel; allow fused"
     if types == ["data_parallel"]:
@@ -153,13 +155,12 @@ def _why_not_kernel(kernel: str, types: list[str], kept_gradient: bool, device: 
 def check_sequence_widths(tables: list[Table], constraints: Mapping[str, TableConstraints]) -> None:
     """Raise PlanError where column-wise tables of one EmbeddingCollection would have shards of unequal width."""
     for collection in dict.fromkeys(table.collection for table in tables if not table.pooled):
-        widths = {
-            table.full_name: min(wanted.options.min_partition or 0, table.config.embedding_dim)
-            for table in tables
-            if table.collection == collection
-            for wanted in [constraints[table.full_name]]
-            if "column_wise" in wanted.sharding_types
-        }
+        widths = {}
+        for table in tables:
+            table_constraints = constraints[table.full_name]
+            if table.collection == collection and "column_wise" in table_constraints.sharding_types:
+                min_partition = table_constraints.options.min_partition or 0
+                widths[table.full_name] = min(min_partition, table.config.embedding_dim)
         if len(set(widths.values())) > 1:
             raise PlanError(
                 f"tables of '{collection}' may be column_wise with unequal min_partition ({widths}), and torchrec "
@@ -175,23 +176,25 @@ def torchrec_constraints(
 
     torchrec knows a constraint by the table's name alone: tables of one name get what suits them all.
     """
-    found: dict[str, ParameterConstraints] = {}
+    constraints_by_name: dict[str, ParameterConstraints] = {}
     for table in tables:
-        mine = _for_torchrec(table, constraints[table.full_name])
-        earlier = found.get(table.name)
-        found[table.name] = mine if earlier is None else _suiting_both(table, earlier, mine)
-    return found
+        table_constraints = _for_torchrec(table, constraints[table.full_name])
+        earlier = constraints_by_name.get(table.name)
+        constraints_by_name[table.name] = (
+            table_constraints if earlier is None else _suiting_both(table, earlier, table_constraints)
+        )
+    return constraints_by_name
 
 
-def _for_torchrec(table: Table, wanted: TableConstraints) -> ParameterConstraints:
-    options, features = wanted.options, table.config.feature_names
-    factors = wanted.pooling_factors or [POOLING_FACTOR] * len(features)
+def _for_torchrec(table: Table, constraints: TableConstraints) -> ParameterConstraints:
+    options, features = constraints.options, table.config.feature_names
+    factors = constraints.pooling_factors or [POOLING_FACTOR] * len(features)
     if options.pooling_factor is not None:
         factors = [options.pooling_factor] * len(features)
     share = options.cache_load_factor
     return ParameterConstraints(
-        sharding_types=list(wanted.sharding_types),
-        compute_kernels=list(wanted.compute_kernels),
+        sharding_types=list(constraints.sharding_types),
+        compute_kernels=list(constraints.compute_kernels),
         min_partition=options.min_partition,
         pooling_factors=list(factors),
         is_weighted=bool(getattr(table.module, "is_weighted", lambda: False)()),
@@ -199,25 +202,25 @@ def _for_torchrec(table: Table, wanted: TableConstraints) -> ParameterConstraint
     )
 
 
-def _suiting_both(table: Table, one: ParameterConstraints, other: ParameterConstraints) -> ParameterConstraints:
+def _suiting_both(table: Table, earlier: ParameterConstraints, later: ParameterConstraints) -> ParameterConstraints:
     """Return what suits two tables of one name, with the larger of their loads; `other` is that of `table`."""
-    types = [kind for kind in other.sharding_types or [] if kind in (one.sharding_types or [])]
-    kernels = [kernel for kernel in other.compute_kernels or [] if kernel in (one.compute_kernels or [])]
-    for what, left in (
+    types = [kind for kind in later.sharding_types or [] if kind in (earlier.sharding_types or [])]
+    kernels = [kernel for kernel in later.compute_kernels or [] if kernel in (earlier.compute_kernels or [])]
+    for description, remainder in (
         ("sharding type", types),
         ("kernel", kernels),
-        ("cache", one.cache_params == other.cache_params),
+        ("cache", earlier.cache_params == later.cache_params),
     ):
-        if not left:
+        if not remainder:
             raise PlanError(
-                f"table '{table.full_name}': another table is called '{table.name}' too, and no {what} suits both. "
-                "Give the tables different names."
+                f"table '{table.full_name}': another table is called '{table.name}' too, and no {description} suits "
+                "both. Give the tables different names."
             )
-    busier = max((one, other), key=lambda each: sum(each.pooling_factors))
+    busier = max((earlier, later), key=lambda candidate: sum(candidate.pooling_factors))
     return replace(
-        other,
+        later,
         sharding_types=types,
         compute_kernels=kernels,
         pooling_factors=busier.pooling_factors,
-        is_weighted=one.is_weighted or other.is_weighted,
+        is_weighted=earlier.is_weighted or later.is_weighted,
     )

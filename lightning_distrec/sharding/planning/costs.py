@@ -36,20 +36,21 @@ class BatchIds:
     distinct_share: float
     """Different ids over ids, feature by feature."""
 
-    @staticmethod
-    def of(numbers: Sequence[float], num_rows: int, counted_share: float | None) -> "BatchIds":
-        """Return what was counted, or what ids have that are spread evenly over the rows: others repeat more.
-
-        numbers: ids of each feature.
-        """
-        if counted_share is not None:
-            return BatchIds(sum(numbers), counted_share)
-        return BatchIds(sum(numbers), sum(_looked_up(number, num_rows) for number in numbers) / sum(numbers))
-
     @property
     def repeat_enough(self) -> bool:
         """Whether sending each id once is worth the time of finding the different ones."""
         return self.ids >= MIN_IDS and self.distinct_share <= MAX_DISTINCT_SHARE
+
+
+def estimate_batch_ids(numbers: Sequence[float], num_rows: int, counted_share: float | None) -> BatchIds:
+    """Return what was counted, or what ids have that are spread evenly over the rows: others repeat more.
+
+    numbers: ids of each feature.
+    """
+    total = sum(numbers)
+    if counted_share is not None:
+        return BatchIds(total, counted_share)
+    return BatchIds(total, sum(_looked_up(number, num_rows) for number in numbers) / total)
 
 
 def _looked_up(number: float, rows: int) -> float:
@@ -65,23 +66,10 @@ class Links:
     ranks_on_node: int
     on_node: float
     """What a rank sends within its node."""
-    of_node: float
+    node_link: float
     """What all ranks of a node send to other nodes."""
     scatter_times: int
     """By what a reduce-scatter takes longer than its bytes: gloo sums on all ranks."""
-
-    @staticmethod
-    def of(topology: Topology) -> "Links":
-        """Return those of a topology that `make_topology` has made."""
-        on_node = topology.local_world_size or 1
-        bandwidths = topology.comms_bandwidths
-        return Links(
-            num_ranks=topology.world_size,
-            ranks_on_node=on_node,
-            on_node=bandwidths.intra_host_bw,
-            of_node=bandwidths.inter_host_bw * on_node,
-            scatter_times=1 if topology.compute_device == "cuda" else 2,
-        )
 
     @property
     def num_nodes(self) -> int:
@@ -91,13 +79,13 @@ class Links:
     def to_all(self, to_each: float) -> float:
         """Return the time in which one rank sends `to_each` bytes to each other rank, or gets them."""
         within = to_each * (self.ranks_on_node - 1) / self.on_node
-        return within + to_each * (self.num_ranks - self.ranks_on_node) / self.of_node
+        return within + to_each * (self.num_ranks - self.ranks_on_node) / self.node_link
 
     def ring(self, to_next: float) -> float:
         """Return a rank's share of the time in which each rank sends `to_next` bytes to the next; one crosses."""
         if self.num_nodes == 1:
             return to_next / self.on_node
-        return to_next / self.of_node / self.ranks_on_node
+        return to_next / self.node_link / self.ranks_on_node
 
     def two_levels(self, numbers: float, scatters: bool) -> float:
         """Return a rank's share of a ring on its node and of what it sends to its like on the other nodes."""
@@ -106,43 +94,60 @@ class Links:
         if self.num_nodes == 1:
             return ring
         times = self.scatter_times if self.ranks_on_node > 1 else 1  # as measured on gloo, whose bytes do not say why
-        across = times * (self.num_nodes - 1) * numbers * FLOAT_BYTES / self.of_node
+        across = times * (self.num_nodes - 1) * numbers * FLOAT_BYTES / self.node_link
         return ring / self.ranks_on_node + across
 
 
+def make_links(topology: Topology) -> Links:
+    """Return those of a topology that `make_topology` has made."""
+    ranks_on_node = topology.local_world_size or 1
+    bandwidths = topology.comms_bandwidths
+    return Links(
+        num_ranks=topology.world_size,
+        ranks_on_node=ranks_on_node,
+        on_node=bandwidths.intra_host_bw,
+        node_link=bandwidths.inter_host_bw * ranks_on_node,
+        scatter_times=1 if topology.compute_device == "cuda" else 2,
+    )
+
+
 def exchange_milliseconds(
-    option: ShardingOption, wanted: ParameterConstraints, learns: bool, links: Links, counted_share: float | None = None
+    option: ShardingOption,
+    constraints: ParameterConstraints,
+    learns: bool,
+    links: Links,
+    counted_share: float | None = None,
 ) -> NDArray[np.float64]:
     """Return, (D, 3), for each size of a shard the time of its ids, its rows and the rows' gradients.
 
     counted_share: different ids over ids of a batch, if they were counted; repeated ones may be sent once.
     On one node it is a rank's, on several that of a node's link, which all ranks of the node wait for.
     """
-    found = np.zeros((len(option.shards), 3))
+    times = np.zeros((len(option.shards), 3))
     if links.num_ranks == 1:
-        return found
+        return times
     num_rows, batch = option.tensor.shape[0], option.batch_size
     per_example, features = sum(option.input_lengths), len(option.input_lengths)
     if not option.is_pooled and option.sharding_type != "data_parallel":
-        repeated = BatchIds.of([batch * factor for factor in option.input_lengths], num_rows, counted_share)
+        repeated = estimate_batch_ids([batch * factor for factor in option.input_lengths], num_rows, counted_share)
         per_example *= repeated.distinct_share if repeated.repeat_enough else 1
-    id_bytes = (4 if num_rows <= SMALL_ROWS else 8) + (WEIGHT_BYTES if wanted.is_weighted else 0)
+    id_bytes = (4 if num_rows <= SMALL_ROWS else 8) + (WEIGHT_BYTES if constraints.is_weighted else 0)
     for i, shard in enumerate(option.shards):
         rows, columns = shard.size
         ids = batch * per_example * id_bytes * rows / num_rows + batch * features * LENGTH_BYTES
         numbers = batch * columns * (features if option.is_pooled else per_example)
         kind = option.sharding_type
         if kind == "data_parallel":
-            found[i, 2] = links.ring(2 * rows * columns * FLOAT_BYTES * (links.num_ranks - 1) / links.num_ranks)
+            times[i, 2] = links.ring(2 * rows * columns * FLOAT_BYTES * (links.num_ranks - 1) / links.num_ranks)
         elif kind == "row_wise" and option.is_pooled:
             to_next = (links.num_ranks - 1) * numbers * FLOAT_BYTES
-            found[i] = links.to_all(ids), links.ring(links.scatter_times * to_next), links.ring(to_next)
+            times[i] = links.to_all(ids), links.ring(links.scatter_times * to_next), links.ring(to_next)
         elif kind == "table_row_wise":
-            found[i] = links.to_all(ids), links.two_levels(numbers, True), links.two_levels(numbers, False)
+            times[i] = links.to_all(ids), links.two_levels(numbers, True), links.two_levels(numbers, False)
         else:
             sent = numbers * FLOAT_BYTES * (rows / num_rows if kind == "row_wise" else 1)
-            found[i] = links.to_all(ids), links.to_all(sent), links.to_all(sent)
-    return found if learns else found * (1, 1, 0)
+            times[i] = links.to_all(ids), links.to_all(sent), links.to_all(sent)
+    return times if learns else times * (1, 1, 0)
 
 
 MIN_GPU_DIM = 32
@@ -189,35 +194,37 @@ def passes(num_states: int) -> int:
     return 3 + 8 * num_states
 
 
-def update_milliseconds(
-    kind: str,
-    sizes: Sequence[tuple[int, int]],
-    ids: float,
-    bytes_per_element: float,
-    bytes_per_row: float,
-    on_gpu: bool,
-    bytes_per_millisecond: float,
-    distinct_share: float = 1.0,
-) -> NDArray[np.float64]:
-    """Return, (D,), the time of a step in which shards of these sizes, (rows, columns), are updated.
+@dataclass(frozen=True, kw_only=True)
+class ShardUpdates:
+    """The updates of a table's shards in a step."""
 
-    kind: fused, fused_lazy, sparse, dense or frozen. ids: those that reach a shard in a step. bytes_per_element,
-    bytes_per_row: what the update keeps, see TableUpdate. distinct_share: rows over ids at most,
-    where batches show it.
-    """
-    found = np.zeros(len(sizes))
-    for i, (rows, columns) in enumerate(sizes):
-        touched = min(touched_rows(rows, ids), ids * distinct_share)
-        if kind in ("fused", "fused_lazy"):
-            moved = _fused(touched, columns, bytes_per_element, bytes_per_row, on_gpu)
-        elif kind == "sparse":
-            moved = _sparse(touched, columns, ids, round(bytes_per_element / FLOAT_BYTES), on_gpu)
-        elif kind == "dense":
-            moved = _dense(rows * columns, columns, ids, round(bytes_per_element / FLOAT_BYTES) - 1, on_gpu)
-        else:
-            moved = 0.0
-        found[i] = moved / bytes_per_millisecond
-    return found
+    kind: str
+    """fused, fused_lazy, sparse, dense or frozen."""
+    ids: float
+    """Those that reach a shard in a step."""
+    bytes_per_element: float
+    """What the update keeps, see TableUpdate."""
+    bytes_per_row: float = 0.0
+    distinct_share: float = 1.0
+    """Rows over ids at most, where batches show it."""
+    on_gpu: bool
+    bytes_per_millisecond: float
+    """Of the memory that rows are in."""
+
+    def milliseconds(self, sizes: Sequence[tuple[int, int]]) -> NDArray[np.float64]:
+        """Return, (D,), the time of a step in which shards of these sizes, (rows, columns), are updated."""
+        return np.array([self._moved_bytes(rows, columns) for rows, columns in sizes]) / self.bytes_per_millisecond
+
+    def _moved_bytes(self, rows: int, columns: int) -> float:
+        touched = min(touched_rows(rows, self.ids), self.ids * self.distinct_share)
+        states = round(self.bytes_per_element / FLOAT_BYTES)
+        if self.kind in ("fused", "fused_lazy"):
+            return _fused(touched, columns, self.bytes_per_element, self.bytes_per_row, self.on_gpu)
+        if self.kind == "sparse":
+            return _sparse(touched, columns, self.ids, states, self.on_gpu)
+        if self.kind == "dense":
+            return _dense(rows * columns, columns, self.ids, states - 1, self.on_gpu)
+        return 0.0
 
 
 def _fused(touched: float, columns: int, state_bytes: float, row_bytes: float, on_gpu: bool) -> float:

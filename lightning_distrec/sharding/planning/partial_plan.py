@@ -37,7 +37,7 @@ class PartialPlan:
     def __init__(self, options: Sequence[Sequence[EstimatedOption]], budget: MemoryBudget) -> None:
         self.options = options
         self.budget = budget
-        self.chosen: list[int] = [-1] * len(options)
+        self.option_numbers: list[int] = [-1] * len(options)
         """Number of the option of each table; -1 while the table is on no rank."""
         self.ranks: list[Ranks] = [np.empty(0, dtype=np.intp)] * len(options)
         self.milliseconds = np.zeros(budget.num_ranks)
@@ -61,7 +61,7 @@ class PartialPlan:
         """Return an independent copy."""
         copied = PartialPlan.__new__(PartialPlan)
         copied.options, copied.budget = self.options, self.budget
-        copied.chosen, copied.ranks = list(self.chosen), list(self.ranks)
+        copied.option_numbers, copied.ranks = list(self.option_numbers), list(self.ranks)
         copied.milliseconds, copied.compute = self.milliseconds.copy(), self.compute.copy()
         copied.exchange = self.exchange.copy()
         copied.device_left, copied.host_left = self.device_left.copy(), self.host_left.copy()
@@ -74,18 +74,18 @@ class PartialPlan:
 
     def option_of(self, table: int) -> EstimatedOption:
         """Return the chosen option of a table that is on ranks."""
-        return self.options[table][self.chosen[table]]
+        return self.options[table][self.option_numbers[table]]
 
     def put(self, table: int, number: int, ranks: Ranks) -> None:
         """Put a table on ranks. ranks: see `find_ranks`."""
         self._count(self.options[table][number], ranks, 1)
-        self.chosen[table], self.ranks[table] = number, ranks
+        self.option_numbers[table], self.ranks[table] = number, ranks
 
     def take(self, table: int) -> tuple[int, Ranks]:
         """Take a table off its ranks; returns what `put` takes to undo it."""
-        number, ranks = self.chosen[table], self.ranks[table]
+        number, ranks = self.option_numbers[table], self.ranks[table]
         self._count(self.options[table][number], ranks, -1)
-        self.chosen[table] = -1
+        self.option_numbers[table] = -1
         return number, ranks
 
     def _count(self, option: EstimatedOption, ranks: Ranks, sign: int) -> None:
@@ -104,10 +104,10 @@ class PartialPlan:
     def _count_parts(self, option: EstimatedOption, ranks: Ranks, sign: int) -> None:
         np.add.at(self.compute, ranks, sign * option.compute)
         links = ranks if self.num_links == self.budget.num_ranks else ranks // self.budget.ranks_on_node
-        for of_links, of_shards in zip(self.exchange, option.exchange, strict=True):
-            np.add.at(of_links, links, sign * of_shards)
+        for link_times, shard_times in zip(self.exchange, option.exchange, strict=True):
+            np.add.at(link_times, links, sign * shard_times)
 
-    def find_ranks(self, option: EstimatedOption, by_memory: bool = False) -> Ranks | None:
+    def find_ranks(self, option: EstimatedOption, prefer_memory: bool = False) -> Ranks | None:
         """Return ranks with memory for the option's shards, those with the least work; None where there are none.
 
         by_memory: those with the most memory left instead.
@@ -116,22 +116,22 @@ class PartialPlan:
             fits = bool((option.device_bytes <= self.device_left).all() and (option.host_bytes <= self.host_left).all())
             return np.arange(self.budget.num_ranks) if fits else None
         if option.sharding_type == "table_row_wise":
-            return self._node_in_order(option, by_memory)
+            return self._node_in_order(option, prefer_memory)
         if option.sharding_type == "table_column_wise":
-            return self._on_one_node(option, by_memory)
-        return self._anywhere(option, 0, self.budget.num_ranks, by_memory)
+            return self._on_one_node(option, prefer_memory)
+        return self._anywhere(option, 0, self.budget.num_ranks, prefer_memory)
 
     def tables_on_slowest(self) -> list[int]:
         """Return the tables with a shard on the slowest rank, those that take most of its time first."""
         slowest = int(self.milliseconds.argmax())
-        found: list[tuple[float, int]] = []
+        times: list[tuple[float, int]] = []
         for table, ranks in enumerate(self.ranks):
             option = self.option_of(table)
             if option.sharding_type in EVERY_RANK_TYPES:
-                found.append((float(option.milliseconds[slowest]), table))
-            elif (here := ranks == slowest).any():
-                found.append((float(option.milliseconds[here].sum()), table))
-        return [table for _, table in sorted(found, key=lambda pair: (-pair[0], pair[1]))]
+                times.append((float(option.milliseconds[slowest]), table))
+            elif (on_slowest := ranks == slowest).any():
+                times.append((float(option.milliseconds[on_slowest].sum()), table))
+        return [table for _, table in sorted(times, key=lambda pair: (-pair[0], pair[1]))]
 
     def recount(self) -> None:
         """Add up the ranks' times again, without the rounding errors of all moves."""
@@ -141,9 +141,9 @@ class PartialPlan:
             np.add.at(self.milliseconds, ranks, self.option_of(table).milliseconds)
             self._count_parts(self.option_of(table), ranks, 1)
 
-    def _anywhere(self, option: EstimatedOption, start: int, stop: int, by_memory: bool) -> Ranks | None:
+    def _anywhere(self, option: EstimatedOption, start: int, stop: int, prefer_memory: bool) -> Ranks | None:
         """Return a rank of start..stop for each shard."""
-        ranks = np.empty(len(option.which), dtype=np.intp)
+        ranks = np.empty(len(option.size_numbers), dtype=np.intp)
         busy = self.milliseconds[start:stop]
         device, host = self.device_left[start:stop], self.host_left[start:stop]
         if len(ranks) > 1:
@@ -152,7 +152,7 @@ class PartialPlan:
             zip(option.milliseconds, option.device_bytes, option.host_bytes, strict=True)
         ):
             fits = (device >= on_device) & (host >= on_host)
-            rank = int(np.where(fits, -(device + host) if by_memory else busy, np.inf).argmin())
+            rank = int(np.where(fits, -(device + host) if prefer_memory else busy, np.inf).argmin())
             if not fits[rank]:
                 return None
             ranks[i] = start + rank
@@ -162,23 +162,23 @@ class PartialPlan:
                 host[rank] -= on_host
         return ranks
 
-    def _node_in_order(self, option: EstimatedOption, by_memory: bool) -> Ranks | None:
+    def _node_in_order(self, option: EstimatedOption, prefer_memory: bool) -> Ranks | None:
         """Return the ranks of one node: the first shard goes to its first rank, and so on."""
         on_node = self.budget.ranks_on_node
         device, host = self.device_left.reshape(-1, on_node), self.host_left.reshape(-1, on_node)
         fits = ((device >= option.device_bytes) & (host >= option.host_bytes)).all(axis=1)
-        then = (self.milliseconds.reshape(-1, on_node) + option.milliseconds).max(axis=1)
-        if by_memory:
-            then = -(device + host).min(axis=1)
-        node = int(np.where(fits, then, np.inf).argmin())
+        load = (self.milliseconds.reshape(-1, on_node) + option.milliseconds).max(axis=1)
+        if prefer_memory:
+            load = -(device + host).min(axis=1)
+        node = int(np.where(fits, load, np.inf).argmin())
         return node * on_node + np.arange(on_node) if fits[node] else None
 
-    def _on_one_node(self, option: EstimatedOption, by_memory: bool) -> Ranks | None:
+    def _on_one_node(self, option: EstimatedOption, prefer_memory: bool) -> Ranks | None:
         """Return ranks of one node: the one with the least work whose ranks have memory."""
         on_node = self.budget.ranks_on_node
-        load = -(self.device_left + self.host_left) if by_memory else self.milliseconds
+        load = -(self.device_left + self.host_left) if prefer_memory else self.milliseconds
         for node in np.argsort(load.reshape(-1, on_node).sum(axis=1), kind="stable"):
-            ranks = self._anywhere(option, int(node) * on_node, (int(node) + 1) * on_node, by_memory)
+            ranks = self._anywhere(option, int(node) * on_node, (int(node) + 1) * on_node, prefer_memory)
             if ranks is not None:
                 return ranks
         return None
@@ -195,7 +195,7 @@ class InfeasiblePlan:
     table: int
     proven: bool
     """Whether no plan can exist; otherwise none was found."""
-    why: str
+    reason: str
     """The reason, to follow "table 'x' "."""
 
 
@@ -207,7 +207,7 @@ def fits_alone(option: EstimatedOption, budget: MemoryBudget) -> bool:
 def no_option_fits(options: Sequence[EstimatedOption], table: int, budget: MemoryBudget) -> InfeasiblePlan:
     """Return by how much a table, of which no option fits on empty ranks, is too large."""
     closest = min(options, key=lambda option: max(_missing(option, budget)))
-    of_one, of_all = _missing(closest, budget)
+    shard_lack, total_lack = _missing(closest, budget)
     needs, has = format_bytes(closest.device_bytes.max()), format_bytes(budget.device_bytes.max())
     if budget.host_bytes.any():
         needs += f" of its GPU's memory and {format_bytes(closest.host_bytes.max())} of its host's"
@@ -215,9 +215,9 @@ def no_option_fits(options: Sequence[EstimatedOption], table: int, budget: Memor
     return InfeasiblePlan(
         table,
         proven=True,
-        why=f"fits on no rank: even {closest.sharding_type} ({closest.kernel}) a rank needs {needs} for its rows, "
-        f"their update and exchange, and has {has}: {format_bytes(max(of_one, of_all))} too few"
-        f"{' for all its shards' if of_all > of_one else ''}",
+        reason=f"fits on no rank: even {closest.sharding_type} ({closest.kernel}) a rank needs {needs} for its rows, "
+        f"their update and exchange, and has {has}: {format_bytes(max(shard_lack, total_lack))} too few"
+        f"{' for all its shards' if total_lack > shard_lack else ''}",
     )
 
 
@@ -226,27 +226,32 @@ def _missing(option: EstimatedOption, budget: MemoryBudget) -> tuple[int, int]:
     per_device, per_host = budget.device_bytes.max(), budget.host_bytes.max()
     if option.sharding_type in EVERY_RANK_TYPES:
         per_device, per_host = budget.device_bytes, budget.host_bytes
-    of_one = max(0, int((option.device_bytes - per_device).max())) + max(0, int((option.host_bytes - per_host).max()))
+    shard_lack = max(0, int((option.device_bytes - per_device).max())) + max(
+        0, int((option.host_bytes - per_host).max())
+    )
     ranks = budget.ranks_on_node if option.sharding_type in ONE_NODE_TYPES else budget.num_ranks
-    there = np.sort(budget.device_bytes)[-ranks:].sum(), np.sort(budget.host_bytes)[-ranks:].sum()
-    of_all = max(0, int(option.device_bytes.sum() - there[0])) + max(0, int(option.host_bytes.sum() - there[1]))
-    return of_one, of_all
+    available = np.sort(budget.device_bytes)[-ranks:].sum(), np.sort(budget.host_bytes)[-ranks:].sum()
+    total_lack = max(0, int(option.device_bytes.sum() - available[0])) + max(
+        0, int(option.host_bytes.sum() - available[1])
+    )
+    return shard_lack, total_lack
 
 
 def exceed_total_memory(options: Sequence[Sequence[EstimatedOption]], budget: MemoryBudget) -> InfeasiblePlan | None:
     """Return a reason where all tables, each with its smallest option, need more memory than all ranks have."""
     for device, host in WEIGHTS:
         sizes = np.array([
-            min(device * o.device_bytes.sum() + host * o.host_bytes.sum() for o in of_table) for of_table in options
+            min(device * o.device_bytes.sum() + host * o.host_bytes.sum() for o in table_options)
+            for table_options in options
         ])
-        there = device * budget.device_bytes.sum() + host * budget.host_bytes.sum()
-        if (missing := int(np.ceil(sizes.sum() - there))) > 0:
+        available = device * budget.device_bytes.sum() + host * budget.host_bytes.sum()
+        if (missing := int(np.ceil(sizes.sum() - available))) > 0:
             kind = {(1.0, 0.0): " of device memory", (0.0, 1.0): " of host memory"}.get((device, host), "")
             return InfeasiblePlan(
                 int(sizes.argmax()),
                 proven=True,
-                why=f"is the largest of tables that need at least {format_bytes(sizes.sum())}{kind} together, and "
-                f"all ranks have {format_bytes(there)}: {format_bytes(missing)} too few",
+                reason=f"is the largest of tables that need at least {format_bytes(sizes.sum())}{kind} together, and "
+                f"all ranks have {format_bytes(available)}: {format_bytes(missing)} too few",
             )
     return None
 
@@ -256,16 +261,16 @@ def pack_by_memory(options: Sequence[Sequence[EstimatedOption]], budget: MemoryB
 
     Or the first table that does not fit.
     """
-    smallest = [min(int((o.device_bytes + o.host_bytes).sum()) for o in of_table) for of_table in options]
+    smallest = [min(int((o.device_bytes + o.host_bytes).sum()) for o in table_options) for table_options in options]
     plan = PartialPlan(options, budget)
     for table in sorted(range(len(options)), key=lambda t: -smallest[t]):
         for number in sorted(range(len(options[table])), key=lambda o: int(options[table][o].device_bytes.sum())):
-            if (ranks := plan.find_ranks(options[table][number], by_memory=True)) is not None:
+            if (ranks := plan.find_ranks(options[table][number], prefer_memory=True)) is not None:
                 plan.put(table, number, ranks)
                 break
         else:
-            left = MemoryBudget(plan.device_left, plan.host_left, budget.ranks_on_node)
-            missing = max(1, min(max(_missing(option, left)) for option in options[table]))
-            why = f"does not fit next to the other tables: {format_bytes(missing)} are missing where it came closest"
-            return InfeasiblePlan(table, proven=False, why=why)
+            remaining = MemoryBudget(plan.device_left, plan.host_left, budget.ranks_on_node)
+            missing = max(1, min(max(_missing(option, remaining)) for option in options[table]))
+            reason = f"does not fit next to the other tables: {format_bytes(missing)} are missing where it came closest"
+            return InfeasiblePlan(table, proven=False, reason=reason)
     return plan

@@ -10,7 +10,7 @@ from torchrec.modules.embedding_configs import DataType
 from lightning_distrec.atomic_files import replace_file
 from lightning_distrec.errors import ConfigError, PlanError, did_you_mean
 from lightning_distrec.sharding.node_layout import NodeLayout
-from lightning_distrec.sharding.planning.checks import why_not_inside, why_not_placed
+from lightning_distrec.sharding.planning.checks import bounds_error, placement_error
 from lightning_distrec.sharding.planning.planned_table import PlannedShard, PlannedTable, in_order
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.sharders import KERNELS, SHARDING_TYPES
@@ -95,11 +95,11 @@ class _Wrong(Exception):
 
 
 def _each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is in it twice")
-    return found
+    return fields
 
 
 def _plan(content: Any) -> ShardingPlan:
@@ -153,7 +153,7 @@ def _table(name: str, content: Any, num_ranks: int, on_node: int) -> PlannedTabl
         shards=shards,
         cache_load_factor=_cache_load_factor(content, place),
     )
-    if reason := why_not_placed(table, num_ranks, on_node):
+    if reason := placement_error(table, num_ranks, on_node):
         raise _Wrong(f"{place}.shards", f"{reason}.")
     return table
 
@@ -172,7 +172,7 @@ def _shard(content: Any, place: str, num_rows: int, dim: int, num_ranks: int) ->
     row, column = _pair(content["offsets"], f"{place}.offsets", smallest=0)
     rows, columns = _pair(content["sizes"], f"{place}.sizes", smallest=1)
     shard = PlannedShard(_number(content["rank"], f"{place}.rank", smallest=0), (row, column), (rows, columns))
-    if reason := why_not_inside(shard, num_rows, dim, num_ranks):
+    if reason := bounds_error(shard, num_rows, dim, num_ranks):
         raise _Wrong(place, f"{reason}.")
     return shard
 
@@ -182,10 +182,10 @@ def _check_fields(content: Any, place: str, needed: Sequence[str], optional: Seq
         raise _Wrong(place, f"an object with {', '.join(needed)} is needed.")
     if missing := [name for name in needed if name not in content]:
         raise _Wrong(place, f"{', '.join(missing)} is missing.")
-    known = (*needed, *optional)
+    allowed = (*needed, *optional)
     for name in content:
-        if name not in known:
-            raise _Wrong(place, f"{name!r} is not known{did_you_mean(name, known)} There are {', '.join(known)}.")
+        if name not in allowed:
+            raise _Wrong(place, f"{name!r} is not known{did_you_mean(name, allowed)} There are {', '.join(allowed)}.")
 
 
 def _number(value: Any, place: str, smallest: int) -> int:
@@ -207,11 +207,11 @@ def _list(value: Any, place: str) -> list[Any]:
     return value
 
 
-def _one_of(value: Any, place: str, known: Sequence[str]) -> str:
+def _one_of(value: Any, place: str, allowed: Sequence[str]) -> str:
     if not isinstance(value, str):
-        raise _Wrong(place, f"{_short(value)} is not known. Use one of {', '.join(known)}.")
-    if value not in known:
-        raise _Wrong(place, f"{value!r} is not known{did_you_mean(value, known)} Use one of {', '.join(known)}.")
+        raise _Wrong(place, f"{_short(value)} is not known. Use one of {', '.join(allowed)}.")
+    if value not in allowed:
+        raise _Wrong(place, f"{value!r} is not known{did_you_mean(value, allowed)} Use one of {', '.join(allowed)}.")
     return value
 
 

@@ -13,7 +13,7 @@ from lightning_distrec.sharding.planning.constraints import (
     check_sequence_widths,
     torchrec_constraints,
 )
-from lightning_distrec.sharding.planning.costs import BatchIds
+from lightning_distrec.sharding.planning.costs import estimate_batch_ids
 from lightning_distrec.sharding.planning.partial_plan import (
     InfeasiblePlan,
     MemoryBudget,
@@ -47,7 +47,7 @@ def make_plan(
     """Return the plan that was found with the least time on a step. Equal input gives equal plans.
 
     constraints: by full name. topology: its memory is what tables and their exchange may take, without what is
-    reserved. Lookups cost what torchrec estimates, all else is estimated in costs/; the search is ours, see search.py.
+    reserved. Lookups cost what torchrec estimates, all else is estimated in costs.py; search.py searches.
     Raises InfeasiblePlanError: the tables do not fit, with the one that does not and the bytes that are missing.
     PlanError: options of tables contradict each other.
     """
@@ -56,10 +56,11 @@ def make_plan(
     all_options = estimated_options(tables, constraints, topology, batch_size)
     budget = budget_of(topology)
     options = [
-        [option for option in without_duplicates(of_table) if fits_alone(option, budget)] for of_table in all_options
+        [option for option in without_duplicates(table_options) if fits_alone(option, budget)]
+        for table_options in all_options
     ]
-    for number, of_table in enumerate(options):
-        if not of_table:
+    for number, table_options in enumerate(options):
+        if not table_options:
             raise _error(tables, no_option_fits(all_options[number], number, budget), topology, batch_size)
     totals = Totals(options, budget)
     starts = proposals(options, totals, budget)
@@ -68,17 +69,17 @@ def make_plan(
         if isinstance(packed, InfeasiblePlan):
             raise _error(tables, packed, topology, batch_size)
         starts = [packed]
-    found = Search(options, budget.num_ranks, seed).improve(starts, totals.lower_bound * GOOD_ENOUGH)
+    packed_tables = Search(options, budget.num_ranks, seed).improve(starts, totals.lower_bound * GOOD_ENOUGH)
     plan = ShardingPlan(
         layout=NodeLayout.equal(topology.world_size, topology.local_world_size),
         device=topology.compute_device,
         tables={
-            table.full_name: _planned(table, found.option_of(number), found.ranks[number].tolist())
+            table.full_name: _planned(table, packed_tables.option_of(number), packed_tables.ranks[number].tolist())
             for number, table in enumerate(tables)
         },
-        cost=replace(_cost(found), lower_bound=totals.lower_bound),
+        cost=replace(_cost(packed_tables), lower_bound=totals.lower_bound),
     )
-    return _described(plan, found, tables, constraints, batch_size)
+    return _described(plan, packed_tables, tables, constraints, batch_size)
 
 
 def estimate_plan(
@@ -104,35 +105,36 @@ def budget_of(topology: Topology) -> MemoryBudget:
 
 def _described(
     plan: ShardingPlan,
-    found: PartialPlan,
+    packed_tables: PartialPlan,
     tables: list[Table],
     constraints: Mapping[str, TableConstraints],
     batch_size: int,
 ) -> ShardingPlan:
     """Return the plan with what reports need to know of its tables."""
-    by_name = torchrec_constraints(tables, constraints)
-    described = {
-        table.full_name: replace(
+    torchrec_by_name = torchrec_constraints(tables, constraints)
+    described = {}
+    for number, table in enumerate(tables):
+        update, option = constraints[table.full_name], packed_tables.option_of(number)
+        factors = torchrec_by_name[table.name].pooling_factors
+        ids = estimate_batch_ids(
+            [batch_size * factor for factor in factors], table.config.num_embeddings, update.distinct_share
+        )
+        described[table.full_name] = replace(
             plan.tables[table.full_name],
             collection=table.collection,
             pooled=table.pooled,
             weighted=bool(getattr(table.module, "is_weighted", lambda: False)()),
-            pooling_factors=tuple(by_name[table.name].pooling_factors),
+            pooling_factors=tuple(factors),
             distinct_share=ids.distinct_share,
             deduplicated=_exchanges_rows(plan, table) and ids.repeat_enough and table.mapping is None,
-            update=wanted.update,
-            optimizer=wanted.optimizer,
-            update_milliseconds=option.milliseconds_by_part[option.which, TIME_PARTS.index("update")],
+            update=update.update,
+            optimizer=update.optimizer,
+            update_milliseconds=option.milliseconds_by_part[option.size_numbers, TIME_PARTS.index("update")],
             milliseconds=option.milliseconds,
-            update_reason=wanted.update_reason,
-            update_bytes_per_element=wanted.bytes_per_element,
-            update_bytes_per_row=wanted.bytes_per_row,
+            update_reason=update.update_reason,
+            update_bytes_per_element=update.bytes_per_element,
+            update_bytes_per_row=update.bytes_per_row,
         )
-        for number, table in enumerate(tables)
-        for wanted, option in [(constraints[table.full_name], found.option_of(number))]
-        for numbers in [[batch_size * factor for factor in by_name[table.name].pooling_factors]]
-        for ids in [BatchIds.of(numbers, table.config.num_embeddings, wanted.distinct_share)]
-    }
     return replace(plan, tables=described, batch_size=batch_size)
 
 
@@ -155,20 +157,20 @@ def _planned(table: Table, option: EstimatedOption, ranks: list[int]) -> Planned
     )
 
 
-def _cost(found: PartialPlan) -> PlanCost:
+def _cost(packed_tables: PartialPlan) -> PlanCost:
     """Return the time and the memory of every rank."""
-    budget = found.budget
+    budget = packed_tables.budget
     parts = np.zeros((budget.num_ranks, len(TIME_PARTS)))
-    for table, ranks in enumerate(found.ranks):
-        option = found.option_of(table)
-        np.add.at(parts, ranks, option.milliseconds_by_part[option.which])
-    if found.num_links < budget.num_ranks:  # ranks of a node wait for what all of them send
-        of_nodes = parts[:, EXCHANGE_PARTS].reshape(found.num_links, budget.ranks_on_node, -1).sum(axis=1)
-        parts[:, EXCHANGE_PARTS] = of_nodes.repeat(budget.ranks_on_node, axis=0)
+    for table, ranks in enumerate(packed_tables.ranks):
+        option = packed_tables.option_of(table)
+        np.add.at(parts, ranks, option.milliseconds_by_part[option.size_numbers])
+    if packed_tables.num_links < budget.num_ranks:  # ranks of a node wait for what all of them send
+        node_times = parts[:, EXCHANGE_PARTS].reshape(packed_tables.num_links, budget.ranks_on_node, -1).sum(axis=1)
+        parts[:, EXCHANGE_PARTS] = node_times.repeat(budget.ranks_on_node, axis=0)
     return PlanCost(
         milliseconds=parts,
-        device_bytes=budget.device_bytes - found.device_left,
-        host_bytes=budget.host_bytes - found.host_left,
+        device_bytes=budget.device_bytes - packed_tables.device_left,
+        host_bytes=budget.host_bytes - packed_tables.host_left,
         device_bytes_usable=budget.device_bytes,
         host_bytes_usable=budget.host_bytes,
     )
@@ -179,11 +181,11 @@ def _error(
 ) -> InfeasiblePlanError:
     sizes = [table.parameter.numel() * table.parameter.element_size() for table in tables]
     usable = int(capacities(topology)[0].min())
-    found = "no plan can exist" if infeasible.proven else "no plan was found, which does not prove that there is none"
+    proof = "no plan can exist" if infeasible.proven else "no plan was found, which does not prove that there is none"
     return InfeasiblePlanError(
-        f"the tables do not fit: table '{tables[infeasible.table].full_name}' {infeasible.why}. There are "
+        f"the tables do not fit: table '{tables[infeasible.table].full_name}' {infeasible.reason}. There are "
         f"{len(tables)} tables of {format_bytes(sum(sizes))}, and {topology.world_size} ranks with at least "
         f"{format_bytes(usable)} each for tables, what updates them and their exchange at "
-        f"batch_size_per_rank={batch_size} (memory_bytes_per_rank less planning.reserve): {found}. "
+        f"batch_size_per_rank={batch_size} (memory_bytes_per_rank less planning.reserve): {proof}. "
         "Use more ranks, allow more sharding types for the table (sharding_types), or give more memory."
     )

@@ -1,7 +1,6 @@
 """A plan as one self-contained HTML file."""
 
 import base64
-import os
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_distrec.atomic_files import replace_file
 from lightning_distrec.sharding.planning.planned_table import PlannedTable
 from lightning_distrec.sharding.planning.report_pictures import can_draw, draw_plan
 from lightning_distrec.sharding.planning.report_text import (
@@ -65,23 +65,13 @@ def write_page(path: str | Path, plan: ShardingPlan, pictures: dict[str, bytes] 
 
     pictures: as `draw_plan` returns them; None draws them, where matplotlib is installed. Folders are made.
     """
-    _write(Path(path), page(plan, pictures).encode())
+    replace_file(Path(path), page(plan, pictures).encode())
 
 
 def write_pictures(folder: str | Path, pictures: dict[str, bytes]) -> None:
     """Write each picture into a file of its own, "plan_memory.png" and so on. Folders are made."""
     for name, data in pictures.items():
-        _write(Path(folder) / f"plan_{name}.png", data)
-
-
-def _write(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        unfinished.write_bytes(data)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+        replace_file(Path(folder) / f"plan_{name}.png", data)
 
 
 def page(plan: ShardingPlan, pictures: dict[str, bytes] | None = None) -> str:
@@ -108,18 +98,18 @@ def page(plan: ShardingPlan, pictures: dict[str, bytes] | None = None) -> str:
 
 
 def _findings(plan: ShardingPlan) -> str:
-    found = [memory_in_words(plan.memory, "GPU" if plan.on_gpu else "host")]
+    findings = [memory_in_words(plan.memory, "GPU" if plan.on_gpu else "host")]
     if plan.host_memory is not None:
-        found.append(memory_in_words(plan.host_memory, "host"))
-    found += [
+        findings.append(memory_in_words(plan.host_memory, "host"))
+    findings += [
         time_in_words(plan) or "The time of a step is not known: the plan was not estimated",
         sent_in_words(plan),
     ]
     if updates := updates_in_words(plan):
-        found.insert(-1, updates)
+        findings.insert(-1, updates)
     if replicas := replicas_in_words(plan):
-        found.append(replicas)
-    return f'<ul class="findings">{"".join(f"<li>{escape(finding)}.</li>" for finding in found)}</ul>'
+        findings.append(replicas)
+    return f'<ul class="findings">{"".join(f"<li>{escape(finding)}.</li>" for finding in findings)}</ul>'
 
 
 def _assumptions(plan: ShardingPlan) -> str:
@@ -141,7 +131,7 @@ def _ranks(plan: ShardingPlan) -> str:
     memory, sent = plan.memory, plan.traffic
     columns: list[tuple[str, NDArray[Any], Callable[[float], str]]]
     columns = [("tables", memory.tables, format_bytes)]
-    columns += [(f"... {part}", of_part, format_bytes) for part, of_part in plan.memory_parts().items()]
+    columns += [(f"... {part}", part_bytes, format_bytes) for part, part_bytes in plan.memory_parts().items()]
     columns.append(("usable memory", memory.usable, format_bytes))
     if plan.dense_bytes:
         columns.append(("layers without tables", np.full(plan.num_ranks, plan.dense_bytes), format_bytes))
@@ -169,25 +159,14 @@ def _quantile(values: NDArray[Any], share: float) -> float:
 
 
 def _tables(plan: ShardingPlan) -> str:
-    headings = [
-        *(
-            "table",
-            "rows x dim",
-            "bytes",
-            "largest shard",
-            "ids per example",
-            "sharding type",
-            "lookup kernel",
-            "update",
-            "ranks",
-        )
-    ]
+    headings = ["table", "rows x dim", "bytes", "largest shard", "ids per example"]
+    headings += ["sharding type", "lookup kernel", "update", "ranks"]
     ordered = sorted(plan.tables.values(), key=lambda table: -table.num_bytes)
     shown = _html_table(headings, map(_row, ordered[:MAX_ROWS]), numbers_from=1, numbers_to=5)
     if len(ordered) <= MAX_ROWS:
         return shown
-    rest = _html_table(headings, map(_row, ordered[MAX_ROWS:]), numbers_from=1, numbers_to=5)
-    return f"{shown}\n<details><summary>The other {len(ordered) - MAX_ROWS:,} tables</summary>{rest}</details>"
+    remainder = _html_table(headings, map(_row, ordered[MAX_ROWS:]), numbers_from=1, numbers_to=5)
+    return f"{shown}\n<details><summary>The other {len(ordered) - MAX_ROWS:,} tables</summary>{remainder}</details>"
 
 
 def _row(table: PlannedTable) -> list[str]:

@@ -79,16 +79,16 @@ def _draw_memory(plan: ShardingPlan) -> Any:
     if plan.host_memory is not None:
         kinds.append(("host", plan.host_memory, 0))
     figure = _figure(9.5, 3.3 * len(kinds))
-    for number, (axes, of) in enumerate(zip(np.atleast_1d(figure.subplots(len(kinds), 1)), kinds, strict=True)):
-        _memory(axes, plan.memory_parts(on_host=number > 0), *of)
+    for number, (axes, kind) in enumerate(zip(np.atleast_1d(figure.subplots(len(kinds), 1)), kinds, strict=True)):
+        _memory(axes, plan.memory_parts(on_host=number > 0), *kind)
     return figure
 
 
-def _memory(axes: Any, parts: dict[str, NDArray[Any]], where: str, memory: RankUsage, dense_bytes: int) -> None:
+def _memory(axes: Any, parts: dict[str, NDArray[Any]], memory_kind: str, memory: RankUsage, dense_bytes: int) -> None:
     little = int(memory.tables.max()) < MIN_SHARE * int(memory.usable.max())
     reserved = memory.capacity - memory.usable
     dense = np.full_like(reserved, dense_bytes)
-    stacked = [(part, of_part, COLOURS[i]) for i, (part, of_part) in enumerate(parts.items())]
+    stacked = [(part, part_bytes, COLOURS[i]) for i, (part, part_bytes) in enumerate(parts.items())]
     if not little:
         stacked.append(("free", np.maximum(memory.usable - memory.tables, 0), FREE))
     if dense_bytes and (not little or dense_bytes < MIN_SHARE * int(memory.usable.max())):
@@ -98,7 +98,10 @@ def _memory(axes: Any, parts: dict[str, NDArray[Any]], where: str, memory: RankU
         stacked.append(("reserved", reserved, RESERVED))
     scale, unit = _scale(float(sum(part for _, part, _ in stacked).max()))  # type: ignore[union-attr]
     _stack(
-        axes, [(name, part / scale, colour) for name, part, colour in stacked], by=memory.tables / scale, smooth=False
+        axes,
+        [(name, part / scale, colour) for name, part, colour in stacked],
+        total=memory.tables / scale,
+        smooth=False,
     )
     if little:  # full bars would look like full memory
         axes.set_ylim(0, 2 * axes.get_ylim()[1])
@@ -107,15 +110,15 @@ def _memory(axes: Any, parts: dict[str, NDArray[Any]], where: str, memory: RankU
     else:
         usable = float(memory.usable.min()) / scale
         axes.axhline(usable, color=LIMIT, linewidth=1.2, linestyle=(0, (4, 3)), label="usable for tables")
-    axes.set_ylabel(f"{unit} of {where} memory", color=TEXT)
-    _title(axes, memory_in_words(memory, where))
+    axes.set_ylabel(f"{unit} of {memory_kind} memory", color=TEXT)
+    _title(axes, memory_in_words(memory, memory_kind))
     _legend(axes)
 
 
 def _draw_time(plan: ShardingPlan) -> Any:
-    by_rank, of_parts = plan.cost.milliseconds_by_rank, plan.cost.milliseconds
-    parts = [(part, of_parts[:, i], COLOURS[i]) for i, part in enumerate(TIME_PARTS) if of_parts[:, i].any()]
-    return _draw_stack(parts, by_rank, "estimated ms per step", time_in_words(plan))
+    rank_times, part_times = plan.cost.milliseconds_by_rank, plan.cost.milliseconds
+    parts = [(part, part_times[:, i], COLOURS[i]) for i, part in enumerate(TIME_PARTS) if part_times[:, i].any()]
+    return _draw_stack(parts, rank_times, "estimated ms per step", time_in_words(plan))
 
 
 def _draw_sent(plan: ShardingPlan) -> Any:
@@ -129,7 +132,7 @@ def _draw_sent(plan: ShardingPlan) -> Any:
 def _draw_stack(parts: Sequence[tuple[str, Any, str]], total: NDArray[Any], unit: str, title: str) -> Any:
     figure = _figure(9.5, 3.5)
     axes = figure.subplots()
-    _stack(axes, parts, by=total)
+    _stack(axes, parts, total=total)
     if len(total) > 1:
         axes.axhline(total.mean(), color=TEXT, linewidth=1, linestyle=(0, (4, 3)), label="average of ranks")
     axes.set_ylabel(unit, color=TEXT)
@@ -141,11 +144,11 @@ def _draw_stack(parts: Sequence[tuple[str, Any, str]], total: NDArray[Any], unit
 def _draw_matrix(plan: ShardingPlan) -> Any:
     from matplotlib.colors import LogNorm, Normalize
 
-    of_nodes = plan.layout.num_nodes > 1
-    matrix = plan.traffic.between_nodes() if of_nodes else plan.traffic.matrix()
-    what, here = "node" if of_nodes else "rank", matrix.diagonal().copy()
-    title = matrix_in_words(matrix, what)
-    scale, unit = _scale(float((matrix - np.diag(here)).max()))
+    has_nodes = plan.layout.num_nodes > 1
+    matrix = plan.traffic.between_nodes() if has_nodes else plan.traffic.matrix()
+    kind, diagonal = "node" if has_nodes else "rank", matrix.diagonal().copy()
+    title = matrix_in_words(matrix, kind)
+    scale, unit = _scale(float((matrix - np.diag(diagonal)).max()))
     shown = matrix / scale
     np.fill_diagonal(shown, np.nan)
     sizes = shown[np.isfinite(shown) & (shown > 0)]
@@ -169,9 +172,9 @@ def _draw_matrix(plan: ShardingPlan) -> Any:
                 axes.text(column, row, f"{number:.3g}", ha="center", va="center", color=colour, size=9)
     _rank_ticks(axes.xaxis, len(matrix))
     _rank_ticks(axes.yaxis, len(matrix))
-    stays = f"\n(and {format_bytes(float(here.mean()))} stays on a node on average)" if of_nodes else ""
-    axes.set_xlabel(f"to {what}{stays}", color=TEXT)
-    axes.set_ylabel(f"from {what}", color=TEXT)
+    stays = f"\n(and {format_bytes(float(diagonal.mean()))} stays on a node on average)" if has_nodes else ""
+    axes.set_xlabel(f"to {kind}{stays}", color=TEXT)
+    axes.set_ylabel(f"from {kind}", color=TEXT)
     axes.tick_params(colors=TEXT, labelsize=9)
     for spine in axes.spines.values():
         spine.set_visible(False)
@@ -187,8 +190,8 @@ def _draw_tables(plan: ShardingPlan) -> Any:
     axes = figure.subplots()
     types = [kind for kind in SHARDING_TYPES if any(table.sharding_type == kind for table in largest)]
     for kind in types:
-        mine = [(row, table.num_bytes / scale) for row, table in enumerate(largest) if table.sharding_type == kind]
-        rows, sizes = zip(*mine, strict=True)
+        bars = [(row, table.num_bytes / scale) for row, table in enumerate(largest) if table.sharding_type == kind]
+        rows, sizes = zip(*bars, strict=True)
         axes.barh(rows, sizes, 0.74, color=COLOURS[SHARDING_TYPES.index(kind)], label=kind)
     for row, table in enumerate(largest):
         axes.annotate(
@@ -223,12 +226,12 @@ def _figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
 
 
-def _stack(axes: Any, parts: Sequence[tuple[str, NDArray[Any], str]], by: NDArray[Any], smooth: bool = True) -> None:
+def _stack(axes: Any, parts: Sequence[tuple[str, NDArray[Any], str]], total: NDArray[Any], smooth: bool = True) -> None:
     """Draw parts on top of each other: a bar for each rank, or areas over many ranks in the order of `by`.
 
     smooth: of many ranks, averages of neighbours in that order are drawn, and a line for `by` itself.
     """
-    num_ranks = len(by)
+    num_ranks = len(total)
     bottom = np.zeros(num_ranks)
     if num_ranks <= MAX_BARS:
         for name, values, colour in parts:
@@ -240,7 +243,7 @@ def _stack(axes: Any, parts: Sequence[tuple[str, NDArray[Any], str]], by: NDArra
         axes.set_xlabel("rank", color=TEXT)
     else:
         # Neighbours with unlike parts would give a jagged picture, so that they are averaged.
-        order = np.array_split(np.argsort(-by, kind="stable"), MAX_BARS if smooth else num_ranks)
+        order = np.array_split(np.argsort(-total, kind="stable"), MAX_BARS if smooth else num_ranks)
         ends = np.concatenate([[0], np.cumsum([len(some) for some in order])])
         bottom = np.zeros(len(order))
         for name, values, colour in parts:
@@ -249,9 +252,9 @@ def _stack(axes: Any, parts: Sequence[tuple[str, NDArray[Any], str]], by: NDArra
             axes.fill_between(ends, low, high, step="post", color=colour, label=name, linewidth=0)
             bottom = top
         if smooth:
-            falling = np.append(np.sort(by)[::-1], by.min())
+            falling = np.append(np.sort(total)[::-1], total.min())
             axes.step(np.arange(num_ranks + 1), falling, where="post", color=TEXT, linewidth=1)
-        bottom = np.append(bottom, by.max())
+        bottom = np.append(bottom, total.max())
         axes.set_xlim(0, num_ranks)
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.set_xlabel(f"all {num_ranks:,} ranks, sorted", color=TEXT)
@@ -317,17 +320,19 @@ def cells(plan: ShardingPlan, tables: list[PlannedTable]) -> dict[str, NDArray[n
     held, time, sent = (np.zeros((len(tables), ranks)) for _ in range(3))
     for row, table in enumerate(tables):
         elements = table.shard_rows * table.shard_columns
-        of_shards = elements * (table.element_bytes + table.update_bytes_per_element)
-        held[row] = np.bincount(table.ranks, of_shards + table.shard_rows * table.update_bytes_per_row, minlength=ranks)
+        shard_bytes = elements * (table.element_bytes + table.update_bytes_per_element)
+        held[row] = np.bincount(
+            table.ranks, shard_bytes + table.shard_rows * table.update_bytes_per_row, minlength=ranks
+        )
         if table.milliseconds is not None:
             time[row] = np.bincount(table.ranks, table.milliseconds, minlength=ranks)
         sent[row] = estimate_traffic([table], plan.layout, plan.batch_size, plan.comms).sent()
-    found = {"memory": held}
+    quantities = {"memory": held}
     if any(table.milliseconds is not None for table in tables):
-        found["estimated ms"] = time
+        quantities["estimated ms"] = time
     if ranks > 1:
-        found["sent per step"] = sent
-    return found
+        quantities["sent per step"] = sent
+    return quantities
 
 
 def draw_heat_map(plan: ShardingPlan) -> Any:
@@ -336,10 +341,10 @@ def draw_heat_map(plan: ShardingPlan) -> Any:
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     tables = sorted(plan.tables.values(), key=lambda table: -table.num_bytes)[:MAX_MAPPED_TABLES]
-    found = cells(plan, tables)
+    quantities = cells(plan, tables)
     figure = Figure(figsize=(9.5, 1.4 + 0.27 * len(tables)), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
-    for number, (axes, (what, values)) in enumerate(
-        zip(figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True)
+    for number, (axes, (quantity_name, values)) in enumerate(
+        zip(figure.subplots(1, len(quantities), squeeze=False)[0], quantities.items(), strict=True)
     ):
         shown = np.where(values > 0, values, np.nan)
         axes.set_facecolor(FREE)
@@ -349,17 +354,17 @@ def draw_heat_map(plan: ShardingPlan) -> Any:
             for (row, rank), value in np.ndenumerate(values):
                 if value > 0:
                     colour = "white" if value > 0.55 * largest else TEXT
-                    text = f"{value:.3g}" if "ms" in what else format_bytes(value)
+                    text = f"{value:.3g}" if "ms" in quantity_name else format_bytes(value)
                     axes.text(rank, row, text, ha="center", va="center", size=7, color=colour)
         names = [_short(table.name, MAX_MAPPED_LETTERS) for table in tables] if number == 0 else []
         axes.set_yticks(range(len(names)), names)
         axes.set_xticks(range(plan.num_ranks) if plan.num_ranks <= 2 * MAX_NUMBERS else [0, plan.num_ranks - 1])
         axes.tick_params(colors=TEXT, labelsize=8, length=0)
         axes.set_xlabel("rank", color=TEXT, size=9)
-        top = f"{largest:.3g} ms" if "ms" in what else format_bytes(largest)
-        axes.set_title(f"{what}, up to {top}", loc="left", size=9.5, color=TEXT)
+        top = f"{largest:.3g} ms" if "ms" in quantity_name else format_bytes(largest)
+        axes.set_title(f"{quantity_name}, up to {top}", loc="left", size=9.5, color=TEXT)
         for spine in axes.spines.values():
             spine.set_visible(False)
-    which = "each table" if len(tables) == len(plan.tables) else f"the {len(tables)} largest tables"
-    figure.suptitle(f"What each rank does for {which}", x=0.02, ha="left", size=11.5, color=TEXT)
+    scope = "each table" if len(tables) == len(plan.tables) else f"the {len(tables)} largest tables"
+    figure.suptitle(f"What each rank does for {scope}", x=0.02, ha="left", size=11.5, color=TEXT)
     return figure

@@ -59,44 +59,46 @@ def headline(plan: ShardingPlan) -> str:
     """Return the number of tables and ranks, and whether the tables fit."""
     layout = plan.layout
     nodes = f" on {quantity(layout.num_nodes, 'node')}" if layout.num_nodes > 1 else ""
-    where = f"{quantity(len(plan.tables), 'table')} over {quantity(layout.num_ranks, 'rank')}{nodes}"
+    text = f"{quantity(len(plan.tables), 'table')} over {quantity(layout.num_ranks, 'rank')}{nodes}"
     if layout.num_replicas > 1:
-        where += f" in each of {layout.num_replicas} groups"
-    return f"{where}: {'all tables fit' if plan.fits else 'the tables do not fit into memory'}"
+        text += f" in each of {layout.num_replicas} groups"
+    return f"{text}: {'all tables fit' if plan.fits else 'the tables do not fit into memory'}"
 
 
-def memory_in_words(memory: RankUsage, where: str) -> str:
+def memory_in_words(memory: RankUsage, memory_kind: str) -> str:
     """Return whether the memory suffices, and which rank has the least left. where: "GPU" or "host"."""
     worst = memory.worst
     held, usable = int(memory.tables[worst]), int(memory.usable[worst])
-    alone = len(memory.tables) == 1
+    is_single = len(memory.tables) == 1
     sizes = f"{format_bytes(held)} of {format_bytes(usable)}"
     if held > usable:
         over = int((memory.tables > memory.usable).sum())
-        others = f", and {quantity(over - 1, 'more rank')} would need too much" if over > 1 else ""
-        return f"Too full: {'the rank' if alone else f'rank {worst}'} would need {sizes} of {where} memory{others}"
-    who = "The rank" if alone else f"Rank {worst}, the fullest,"
+        excess = f", and {quantity(over - 1, 'more rank')} would need too much" if over > 1 else ""
+        subject = "the rank" if is_single else f"rank {worst}"
+        return f"Too full: {subject} would need {sizes} of {memory_kind} memory{excess}"
+    subject = "The rank" if is_single else f"Rank {worst}, the fullest,"
     share = held / usable if usable else 0.0
-    return f"{who} fills {f'{share:.0%}' if share >= 0.01 or not held else 'under 1%'} of its {where} memory: {sizes}"
+    filled = f"{share:.0%}" if share >= 0.01 or not held else "under 1%"
+    return f"{subject} fills {filled} of its {memory_kind} memory: {sizes}"
 
 
 def time_in_words(plan: ShardingPlan) -> str:
     """Return how long the slowest rank spends on tables; "" if the plan was not estimated."""
     if not plan.cost.known:
         return ""
-    by_rank = plan.cost.milliseconds_by_rank
-    slowest, mean = float(by_rank.max()), float(by_rank.mean())
-    if len(by_rank) == 1:
+    rank_times = plan.cost.milliseconds_by_rank
+    slowest, mean = float(rank_times.max()), float(rank_times.mean())
+    if len(rank_times) == 1:
         return f"A step spends {milliseconds_in_words(slowest)} on tables"
-    more = ", as all ranks do"
+    comparison = ", as all ranks do"
     if slowest > 1.005 * mean:
-        more = f", {slowest / mean - 1:.0%} more than the average of {milliseconds_in_words(mean)}"
-    who = f"Rank {int(by_rank.argmax())}, the slowest,"
+        comparison = f", {slowest / mean - 1:.0%} more than the average of {milliseconds_in_words(mean)}"
+    subject = f"Rank {int(rank_times.argmax())}, the slowest,"
     path = plan.cost.critical_path
     waits = ""
     if path > 1.005 * slowest:
         waits = f"; with waits for the slowest rank of each exchange a step takes {milliseconds_in_words(path)}"
-    return f"{who} spends {milliseconds_in_words(slowest)} of a step on tables{more}{waits}"
+    return f"{subject} spends {milliseconds_in_words(slowest)} of a step on tables{comparison}{waits}"
 
 
 def updates_in_words(plan: ShardingPlan) -> str:
@@ -119,13 +121,13 @@ def updates_in_words(plan: ShardingPlan) -> str:
     name = f"'{tables[0].name}'" if len(tables) == 1 else quantity(len(tables), "table")
     share = f"{time:.3g} of {milliseconds_in_words(all_of_it)} on rank {slowest}"
     rows = f"{'all' if kind == 'dense' else 'touched'} rows of {name}"
-    found = f"Updates outweigh lookups: {kind} {optimizer} moves {rows} in each step, {share}"
+    text = f"Updates outweigh lookups: {kind} {optimizer} moves {rows} in each step, {share}"
     if kind != "dense":
-        return found
+        return text
     lazy = " or, not with the same numbers, embedding_update fused_lazy" if plan.on_gpu and "Adam" in optimizer else ""
     if tables[0].sharding_type == "data_parallel":
-        return f"{found}. Sharded over the ranks, each would move its share"
-    return f"{found}. table_optimizer Adagrad{lazy} would move those that a step looks up"
+        return f"{text}. Sharded over the ranks, each would move its share"
+    return f"{text}. table_optimizer Adagrad{lazy} would move those that a step looks up"
 
 
 def sent_in_words(plan: ShardingPlan) -> str:
@@ -150,17 +152,17 @@ def replicas_in_words(plan: ShardingPlan) -> str:
     size = format_bytes(float(plan.replica_bytes.mean()))
     if plan.sync_interval == 1:
         return f"Between groups: gradients of rows at each step, {size} per rank, which is exact"
-    what = f"rows and their state are averaged once in {plan.sync_interval} steps"
-    return f"Between groups: {what}, {size} per rank and step. Not the numbers of one process"
+    description = f"rows and their state are averaged once in {plan.sync_interval} steps"
+    return f"Between groups: {description}, {size} per rank and step. Not the numbers of one process"
 
 
-def matrix_in_words(matrix: NDArray[np.float64], what: str) -> str:
+def matrix_in_words(matrix: NDArray[np.float64], kind: str) -> str:
     """Return the largest entry of a matrix of bytes from row to column, without its diagonal. what: rank or node."""
     away = matrix - np.diag(matrix.diagonal())
     if not away.any():
-        return f"Nothing is sent from {what} to {what}"
+        return f"Nothing is sent from {kind} to {kind}"
     row, column = np.unravel_index(int(away.argmax()), away.shape)
-    return f"Most is sent from {what} {row} to {what} {column}: {format_bytes(float(away[row, column]))} per step"
+    return f"Most is sent from {kind} {row} to {kind} {column}: {format_bytes(float(away[row, column]))} per step"
 
 
 def milliseconds_in_words(number: float) -> str:
@@ -242,39 +244,43 @@ def _printed(tables: Sequence[PlannedTable]) -> Sequence[PlannedTable]:
 
 
 def _rest(tables: Sequence[PlannedTable]) -> str:
-    more = len(tables) - MAX_TABLES
-    return f"\n{quantity(more, 'smaller table')} not shown; the callback PlanLogger writes them all" if more > 0 else ""
+    num_hidden = len(tables) - MAX_TABLES
+    return (
+        f"\n{quantity(num_hidden, 'smaller table')} not shown; the callback PlanLogger writes them all"
+        if num_hidden > 0
+        else ""
+    )
 
 
 def _deduplicated(tables: Sequence[PlannedTable]) -> str:
     """Return a line about tables whose repeated ids are sent once."""
-    found = [f"{table.name} ({table.distinct_share:.0%} are different)" for table in tables if table.deduplicated]
-    more = f" and {len(found) - MAX_RANKS} more" if len(found) > MAX_RANKS else ""
-    return f"\nIds that a batch repeats are sent once: {', '.join(found[:MAX_RANKS])}{more}" if found else ""
+    texts = [f"{table.name} ({table.distinct_share:.0%} are different)" for table in tables if table.deduplicated]
+    remainder = f" and {len(texts) - MAX_RANKS} more" if len(texts) > MAX_RANKS else ""
+    return f"\nIds that a batch repeats are sent once: {', '.join(texts[:MAX_RANKS])}{remainder}" if texts else ""
 
 
 def _left_alone(reasons: Mapping[str, str]) -> str:
-    lines = [f"\n'{path}' is not sharded, every rank has all of it: {why}" for path, why in reasons.items()]
-    more = [f"\n{quantity(len(lines) - MAX_TABLES, 'more module')} not sharded"] if len(lines) > MAX_TABLES else []
-    return "".join(lines[:MAX_TABLES] + more)
+    lines = [f"\n'{path}' is not sharded, every rank has all of it: {reason}" for path, reason in reasons.items()]
+    remainder = [f"\n{quantity(len(lines) - MAX_TABLES, 'more module')} not sharded"] if len(lines) > MAX_TABLES else []
+    return "".join(lines[:MAX_TABLES] + remainder)
 
 
 def _time(cost: PlanCost) -> str:
     """Return a line about the estimated time of a step, if it is known."""
     if not cost.known:
         return ""
-    by_rank = cost.milliseconds_by_rank
+    rank_times = cost.milliseconds_by_rank
     line = f"\nEstimated time for tables, per step: {cost.critical_path:.3g} ms"
-    if len(by_rank) == 1:
+    if len(rank_times) == 1:
         return line
-    mean = float(by_rank.mean())
+    mean = float(rank_times.mean())
     if cost.critical_path <= 1.005 * mean:
         return f"{line} on every rank"
-    slowest, alone = int(by_rank.argmax()), float(by_rank.max())
-    if cost.critical_path <= 1.005 * alone:
+    slowest, busiest = int(rank_times.argmax()), float(rank_times.max())
+    if cost.critical_path <= 1.005 * busiest:
         return f"{line} on the slowest rank ({slowest}), {mean:.3g} ms on average"
     waits = "each exchange waits for its slowest rank"
-    return f"{line}: {waits}; rank {slowest} is busy for {alone:.3g} ms of it, {mean:.3g} ms on average"
+    return f"{line}: {waits}; rank {slowest} is busy for {busiest:.3g} ms of it, {mean:.3g} ms on average"
 
 
 def _sent(traffic: Traffic) -> str:
@@ -299,8 +305,8 @@ def _title(layout: NodeLayout) -> str:
 def _memory(plan: ShardingPlan) -> str:
     held = plan.table_bytes()
     per_rank = ", ".join(f"rank {rank}: {format_bytes(total)}" for rank, total in enumerate(held[:MAX_RANKS]))
-    more = f" ... largest {format_bytes(held.max())}" if len(held) > MAX_RANKS else ""
-    return f"Memory for tables, gradients and optimizer state: {per_rank}{more}"
+    suffix = f" ... largest {format_bytes(held.max())}" if len(held) > MAX_RANKS else ""
+    return f"Memory for tables, gradients and optimizer state: {per_rank}{suffix}"
 
 
 def _comms(comms: QuantizedComms) -> str:
@@ -318,8 +324,8 @@ def _types(tables: Sequence[PlannedTable], output_dtype: torch.dtype | None) -> 
         return ""
     looked_up = "" if output_dtype is None else f" and are looked up as {_short(output_dtype)}"
     names = {kind: [table.name for table in tables if _row_type(table) == kind] for kind in rows}
-    of = "" if len(rows) == 1 else "; ".join(f" {kind}: {', '.join(names[kind])}" for kind in rows[1:])
-    return f"\nrows are {' or '.join(rows)}{looked_up}{f' ({of.strip()})' if of else ''}"
+    rounded = "" if len(rows) == 1 else "; ".join(f" {kind}: {', '.join(names[kind])}" for kind in rows[1:])
+    return f"\nrows are {' or '.join(rows)}{looked_up}{f' ({rounded.strip()})' if rounded else ''}"
 
 
 def _row_type(table: PlannedTable) -> str:

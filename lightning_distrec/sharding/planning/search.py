@@ -40,15 +40,15 @@ class Totals:
     """Sums over the shards of every option, as arrays of (tables, largest number of options)."""
 
     def __init__(self, options: Options, budget: MemoryBudget) -> None:
-        shape = (len(options), max(len(of_table) for of_table in options))
+        shape = (len(options), max(len(table_options) for table_options in options))
         self.time, self.longest = np.full(shape, np.inf), np.full(shape, np.inf)
         self.device, self.host = np.zeros(shape), np.zeros(shape)
         num_ranks, num_links = budget.num_ranks, PartialPlan(options, budget).num_links
-        types = sorted({option.sharding_type for of_table in options for option in of_table})
+        types = sorted({option.sharding_type for table_options in options for option in table_options})
         self.with_type = {kind: np.zeros(shape, dtype=bool) for kind in types}
         """Sharding type -> (tables, largest number of options): the options that have it."""
-        for t, of_table in enumerate(options):
-            for o, option in enumerate(of_table):
+        for t, table_options in enumerate(options):
+            for o, option in enumerate(table_options):
                 # An exchange takes as long as the links carry it together, also where there are fewer than ranks.
                 self.time[t, o] = option.compute.sum() + option.exchange.sum() * num_ranks / num_links
                 self.longest[t, o] = option.milliseconds.max()
@@ -69,10 +69,10 @@ class Totals:
         that can have it; "" for any.
         """
         cost = self.time / (self.min_time or 1.0)
-        for price, used, there in zip(
+        for price, used, available in zip(
             prices, (self.device, self.host), (budget.device_bytes, budget.host_bytes), strict=True
         ):
-            cost = cost + price * used / max(1.0, float(there.sum()))
+            cost = cost + price * used / max(1.0, float(available.sum()))
         cost = np.where(self.longest <= limit, cost, 1e12 + self.longest)
         if sharding_type:
             cost = np.where(self.with_type[sharding_type], cost, 1e24 + cost)
@@ -89,27 +89,27 @@ def proposals(options: Options, totals: Totals, budget: MemoryBudget) -> list[Pa
     They come from the lowest prices at which tables fit and some higher ones, or from all combinations of options
     where those are few.
     """
-    found: list[PartialPlan] = []
+    plans: list[PartialPlan] = []
     if _has_few_combinations(options):
-        for picks in product(*(range(len(of_table)) for of_table in options)):
-            found += pack(options, np.asarray(picks), budget)
-        return sorted(found, key=lambda plan: plan.critical_path)[:NUM_STARTS]
+        for picks in product(*(range(len(table_options)) for table_options in options)):
+            plans += pack(options, np.asarray(picks), budget)
+        return sorted(plans, key=lambda plan: plan.critical_path)[:NUM_STARTS]
     seen: set[bytes] = set()
-    more = NUM_PRICES
+    remaining_prices = NUM_PRICES
     for prices in _all_prices(budget):
         for limit, sharding_type in _restrictions(totals):
             picked = totals.best_options(prices, limit, sharding_type, budget)
             if picked.tobytes() not in seen:
                 seen.add(picked.tobytes())
-                found += pack(options, picked, budget)
-        more -= bool(found)
-        if more == 0:
+                plans += pack(options, picked, budget)
+        remaining_prices -= bool(plans)
+        if remaining_prices == 0:
             break
-    return sorted(found, key=lambda plan: plan.critical_path)[:NUM_STARTS]
+    return sorted(plans, key=lambda plan: plan.critical_path)[:NUM_STARTS]
 
 
 def _has_few_combinations(options: Options) -> bool:
-    return prod(len(of_table) for of_table in options) <= MAX_COMBINATIONS
+    return prod(len(table_options) for table_options in options) <= MAX_COMBINATIONS
 
 
 def _all_prices(budget: MemoryBudget) -> Iterator[tuple[float, float]]:
@@ -130,25 +130,25 @@ def _restrictions(totals: Totals) -> Iterator[tuple[float, str]]:
 
 def pack(options: Options, picked: NDArray[np.intp], budget: MemoryBudget) -> list[PartialPlan]:
     """Return plans with the picked options, packed largest first, by time and by memory: those that fit."""
-    found: list[PartialPlan] = []
-    for by_memory in (False, True):
+    plans: list[PartialPlan] = []
+    for prefer_memory in (False, True):
         plan = PartialPlan(options, budget)
-        for table in _largest_first(options, picked, by_memory):
-            ranks = plan.find_ranks(options[table][picked[table]], by_memory)
+        for table in _largest_first(options, picked, prefer_memory):
+            ranks = plan.find_ranks(options[table][picked[table]], prefer_memory)
             if ranks is None:
                 break
             plan.put(table, int(picked[table]), ranks)
         else:
-            found.append(plan)
-    return found
+            plans.append(plan)
+    return plans
 
 
-def _largest_first(options: Options, picked: NDArray[np.intp], by_memory: bool) -> list[int]:
+def _largest_first(options: Options, picked: NDArray[np.intp], prefer_memory: bool) -> list[int]:
     """Return tables in the order in which they are packed: those on all ranks, then by their largest shard."""
 
     def size(table: int) -> tuple[bool, float]:
         option = options[table][picked[table]]
-        largest = option.device_bytes + option.host_bytes if by_memory else option.milliseconds
+        largest = option.device_bytes + option.host_bytes if prefer_memory else option.milliseconds
         return option.sharding_type in EVERY_RANK_TYPES, float(largest.max())
 
     return sorted(range(len(options)), key=size, reverse=True)
@@ -190,10 +190,10 @@ class Search:
         unit = plan.critical_path
         if unit <= 0:
             return False
-        before = _steepness(plan, unit)
+        steepness = _steepness(plan, unit)
         for table in plan.tables_on_slowest():
             old = plan.take(table)
-            moves = [move for move in self._moves_of(plan, table, unit) if _is_better(move, unit, before)]
+            moves = [move for move in self._moves_of(plan, table, unit) if _is_better(move, unit, steepness)]
             if moves:
                 _, _, number, ranks = min(moves, key=lambda move: move[:2])
                 plan.put(table, number, ranks)
@@ -208,7 +208,7 @@ class Search:
 
         Options that take longer than `unit` on a rank are left out, unless all do.
         """
-        found: list[tuple[float, float, int, Ranks]] = []
+        moves: list[tuple[float, float, int, Ranks]] = []
         options = plan.options[table]
         short = [number for number, option in enumerate(options) if float(option.milliseconds.max()) <= unit]
         for number in short or range(len(options)):
@@ -219,9 +219,9 @@ class Search:
             if self._moves_left < 0:
                 continue
             plan.put(table, number, ranks)
-            found.append((plan.critical_path, _steepness(plan, unit), number, ranks))
+            moves.append((plan.critical_path, _steepness(plan, unit), number, ranks))
             plan.take(table)
-        return found
+        return moves
 
     def _with_random_tables_moved(self, plan: PartialPlan) -> PartialPlan | None:
         """Return a copy in which some tables were taken off and put again in random order; None where one did not fit.

@@ -16,10 +16,10 @@ from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from lightning_distrec._compat.torchrec import silence_torchrec
 from lightning_distrec.sharding.planning.constraints import TableConstraints, torchrec_constraints
 from lightning_distrec.sharding.planning.costs import (
-    Links,
+    ShardUpdates,
     exchange_milliseconds,
+    make_links,
     narrow_rows_on_cpu,
-    update_milliseconds,
 )
 from lightning_distrec.sharding.planning.sharding_plan import EXCHANGE_PARTS, ShardingPlan
 from lightning_distrec.sharding.sharders import sharders
@@ -38,7 +38,7 @@ class EstimatedOption:
     sizes: Cells
     """S."""
     offsets: Cells
-    which: NDArray[np.intp]
+    size_numbers: NDArray[np.intp]
     """(S,): the number of each shard's size."""
     milliseconds_by_part: NDArray[np.float64]
     """(D, 7): estimated time of a shard of each size in a step, by `TIME_PARTS`."""
@@ -52,13 +52,13 @@ class EstimatedOption:
     @cached_property
     def milliseconds(self) -> NDArray[np.float64]:
         """(S,): each shard's time in a step."""
-        shards: NDArray[np.float64] = self.milliseconds_by_part.sum(axis=1)[self.which]
+        shards: NDArray[np.float64] = self.milliseconds_by_part.sum(axis=1)[self.size_numbers]
         return shards
 
     @cached_property
     def exchange(self) -> NDArray[np.float64]:
         """(3, S): of it, in each exchange, in the order of `EXCHANGE_PARTS`."""
-        exchange: NDArray[np.float64] = self.milliseconds_by_part[self.which][:, EXCHANGE_PARTS].T.copy()
+        exchange: NDArray[np.float64] = self.milliseconds_by_part[self.size_numbers][:, EXCHANGE_PARTS].T.copy()
         return exchange
 
     @cached_property
@@ -70,12 +70,12 @@ class EstimatedOption:
     @cached_property
     def device_bytes(self) -> NDArray[np.int64]:
         """(S,)."""
-        return self.device_bytes_by_size[self.which]
+        return self.device_bytes_by_size[self.size_numbers]
 
     @cached_property
     def host_bytes(self) -> NDArray[np.int64]:
         """(S,)."""
-        return self.host_bytes_by_size[self.which]
+        return self.host_bytes_by_size[self.size_numbers]
 
 
 def estimated_options(
@@ -86,28 +86,31 @@ def estimated_options(
     torchrec's enumerator lists shards one by one, and its estimators look at each; of shards of one size, which cost
     the same, they get only the first here.
     """
-    by_name, kinds = torchrec_constraints(list(tables), constraints), sharders()
+    torchrec_by_name, kinds = torchrec_constraints(list(tables), constraints), sharders()
     options: list[ShardingOption] = []
     shapes: list[tuple[Table, Cells, Cells, NDArray[np.intp]]] = []
     for table in tables:
         sharder = next(s for s in kinds if isinstance(table.module, s.module_type))
-        wanted = by_name[table.name]
-        types = set(wanted.sharding_types or []) & set(sharder.sharding_types(topology.compute_device))
+        table_constraints = torchrec_by_name[table.name]
+        types = set(table_constraints.sharding_types or []) & set(sharder.sharding_types(topology.compute_device))
         for sharding_type in sorted(types):
-            kernels = set(wanted.compute_kernels or [])
+            kernels = set(table_constraints.compute_kernels or [])
             kernels &= set(sharder.compute_kernels(sharding_type, topology.compute_device))
-            sizes, offsets, which, first = _shards(table, sharding_type, topology, wanted.min_partition)
+            sizes, offsets, size_numbers, first = _shards(
+                table, sharding_type, topology, table_constraints.min_partition
+            )
             for kernel in sorted(_without_spare(kernels)):
                 distinct = [sizes[i] for i in first]
-                options.append(_torchrec_option(table, sharding_type, kernel, distinct, wanted, batch_size))
-                shapes.append((table, sizes, offsets, which))
-    _estimate(options, topology, batch_size, by_name)
-    found: dict[str, list[EstimatedOption]] = {table.full_name: [] for table in tables}
-    for option, (table, sizes, offsets, which) in zip(options, shapes, strict=True):
-        of_update = constraints[table.full_name]
-        estimated = _as_estimated(option, sizes, offsets, which, topology, of_update, by_name[table.name])
-        found[table.full_name].append(estimated)
-    return list(found.values())
+                options.append(_torchrec_option(table, sharding_type, kernel, distinct, table_constraints, batch_size))
+                shapes.append((table, sizes, offsets, size_numbers))
+    _estimate(options, topology, batch_size, torchrec_by_name)
+    options_by_table: dict[str, list[EstimatedOption]] = {table.full_name: [] for table in tables}
+    for option, (table, sizes, offsets, size_numbers) in zip(options, shapes, strict=True):
+        estimated = _as_estimated(
+            option, sizes, offsets, size_numbers, topology, constraints[table.full_name], torchrec_by_name[table.name]
+        )
+        options_by_table[table.full_name].append(estimated)
+    return list(options_by_table.values())
 
 
 def options_of_plan(
@@ -118,20 +121,26 @@ def options_of_plan(
     batch_size: int,
 ) -> list[EstimatedOption]:
     """Return the option that a plan has for each table, with its estimates. Arguments as `estimated_options`."""
-    by_name = torchrec_constraints(list(tables), constraints)
+    torchrec_by_name = torchrec_constraints(list(tables), constraints)
     options, shapes = [], []
     for table in tables:
         planned = plan.tables[table.full_name]
         sizes: Cells = tuple(shard.sizes for shard in planned.shards)
-        which, first = _distinct(sizes)
-        sharding_type, kernel, wanted = planned.sharding_type, planned.compute_kernel, by_name[table.name]
+        size_numbers, first = _distinct(sizes)
+        sharding_type, kernel, table_constraints = (
+            planned.sharding_type,
+            planned.compute_kernel,
+            torchrec_by_name[table.name],
+        )
         distinct = [sizes[i] for i in first]
-        options.append(_torchrec_option(table, sharding_type, kernel, distinct, wanted, batch_size))
-        shapes.append((table, sizes, tuple(shard.offsets for shard in planned.shards), which))
-    _estimate(options, topology, batch_size, by_name)
+        options.append(_torchrec_option(table, sharding_type, kernel, distinct, table_constraints, batch_size))
+        shapes.append((table, sizes, tuple(shard.offsets for shard in planned.shards), size_numbers))
+    _estimate(options, topology, batch_size, torchrec_by_name)
     return [
-        _as_estimated(option, sizes, offsets, which, topology, constraints[table.full_name], by_name[table.name])
-        for option, (table, sizes, offsets, which) in zip(options, shapes, strict=True)
+        _as_estimated(
+            option, sizes, offsets, size_numbers, topology, constraints[table.full_name], torchrec_by_name[table.name]
+        )
+        for option, (table, sizes, offsets, size_numbers) in zip(options, shapes, strict=True)
     ]
 
 
@@ -159,12 +168,12 @@ def _distinct(sizes: Cells) -> tuple[NDArray[np.intp], list[int]]:
     """Return the number of each shard's size, and the first shard of each size."""
     numbers: dict[tuple[int, int], int] = {}
     first: list[int] = []
-    which = np.empty(len(sizes), dtype=np.intp)
+    size_numbers = np.empty(len(sizes), dtype=np.intp)
     for i, size in enumerate(sizes):
-        which[i] = numbers.setdefault(size, len(numbers))
-        if which[i] == len(first):
+        size_numbers[i] = numbers.setdefault(size, len(numbers))
+        if size_numbers[i] == len(first):
             first.append(i)
-    return which, first
+    return size_numbers, first
 
 
 def _torchrec_option(
@@ -208,25 +217,25 @@ def _as_estimated(
     option: ShardingOption,
     sizes: Cells,
     offsets: Cells,
-    which: NDArray[np.intp],
+    size_numbers: NDArray[np.intp],
     topology: Topology,
     constraints: TableConstraints,
-    wanted: ParameterConstraints,
+    torchrec_constraint: ParameterConstraints,
 ) -> EstimatedOption:
     # torchrec's estimators do not know what our updates keep: gradients, optimizer state
     per_element, per_row = constraints.bytes_per_element, constraints.bytes_per_row
-    kept = [round(r * c * per_element + r * per_row) for r, c in (shard.size for shard in option.shards)]
+    update_bytes = [round(r * c * per_element + r * per_row) for r, c in (shard.size for shard in option.shards)]
     on_gpu = topology.compute_device == "cuda"
     device_bytes = [_on_device(shard.storage, topology.compute_device) for shard in option.shards]
     host_bytes = [shard.storage.ddr if on_gpu else 0 for shard in option.shards]
     if option.compute_kernel.startswith("fused_uvm"):
-        host_bytes = [a + b for a, b in zip(host_bytes, kept, strict=True)]
+        host_bytes = [a + b for a, b in zip(host_bytes, update_bytes, strict=True)]
     else:
-        device_bytes = [a + b for a, b in zip(device_bytes, kept, strict=True)]
+        device_bytes = [a + b for a, b in zip(device_bytes, update_bytes, strict=True)]
     # torchrec estimates each block of rows as if all of the table's ids went there.
     blocks = len({row for row, _ in offsets}) if option.sharding_type != "data_parallel" else 1
-    learns, links = constraints.update != "frozen", Links.of(topology)
-    exchanges = exchange_milliseconds(option, wanted, learns, links, constraints.distinct_share)
+    learns, links = constraints.update != "frozen", make_links(topology)
+    exchanges = exchange_milliseconds(option, torchrec_constraint, learns, links, constraints.distinct_share)
     updates = _updates(option, blocks, topology, constraints)
     parts = []
     for shard, (ids, rows, gradients), update in zip(option.shards, exchanges, updates, strict=True):
@@ -246,7 +255,7 @@ def _as_estimated(
         option.compute_kernel,
         sizes,
         offsets,
-        which,
+        size_numbers,
         np.asarray(parts, dtype=np.float64),
         np.asarray(device_bytes, dtype=np.int64),
         np.asarray(host_bytes, dtype=np.int64),
@@ -264,10 +273,17 @@ def _updates(
         speed = topology.hbm_to_ddr_mem_bw
     ranks = 1 if option.sharding_type == "data_parallel" else topology.world_size
     ids = option.batch_size * ranks * sum(option.input_lengths) / blocks
-    sizes = [(shard.size[0], shard.size[1]) for shard in option.shards]
-    per_element, per_row = constraints.bytes_per_element, constraints.bytes_per_row
-    distinct = 1.0 if constraints.distinct_share is None else constraints.distinct_share
-    return update_milliseconds(constraints.update, sizes, ids, per_element, per_row, on_gpu, speed, distinct)
+    share = constraints.distinct_share
+    updates = ShardUpdates(
+        kind=constraints.update,
+        ids=ids,
+        bytes_per_element=constraints.bytes_per_element,
+        bytes_per_row=constraints.bytes_per_row,
+        distinct_share=1.0 if share is None else share,
+        on_gpu=on_gpu,
+        bytes_per_millisecond=speed,
+    )
+    return updates.milliseconds([(shard.size[0], shard.size[1]) for shard in option.shards])
 
 
 def _on_device(storage: Any, device: str) -> int:
@@ -277,8 +293,10 @@ def _on_device(storage: Any, device: str) -> int:
 def without_duplicates(options: Sequence[EstimatedOption]) -> list[EstimatedOption]:
     """Return the options without column-wise ones of one shard where the same kernel can have the table table_wise."""
     kernels = {option.kernel for option in options if option.sharding_type == "table_wise"}
-    by_columns = ("column_wise", "table_column_wise")
-    return [o for o in options if not (o.sharding_type in by_columns and len(o.which) == 1 and o.kernel in kernels)]
+    column_types = ("column_wise", "table_column_wise")
+    return [
+        o for o in options if not (o.sharding_type in column_types and len(o.size_numbers) == 1 and o.kernel in kernels)
+    ]
 
 
 def capacities(topology: Topology) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

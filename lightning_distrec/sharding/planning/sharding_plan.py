@@ -71,8 +71,8 @@ class PlanCost:
 
     def part(self, name: str) -> NDArray[np.float64]:
         """Return, (R,), the milliseconds of one of `TIME_PARTS`."""
-        of_part: NDArray[np.float64] = self.milliseconds[:, TIME_PARTS.index(name)]
-        return of_part
+        times: NDArray[np.float64] = self.milliseconds[:, TIME_PARTS.index(name)]
+        return times
 
     @property
     def critical_path(self) -> float:
@@ -161,11 +161,11 @@ class ShardingPlan:
         tables: Iterable[Table], shardings: ShardingByTable, layout: NodeLayout, device: str, first_rank: int = 0
     ) -> "ShardingPlan":
         """Return a plan of torchrec's for these tables; what it costs is not known."""
-        of_tables = {
+        planned = {
             table.full_name: PlannedTable.from_torchrec(table, shardings[table.full_name], layout.num_ranks, first_rank)
             for table in tables
         }
-        return ShardingPlan(layout=layout, device=device, tables=of_tables)
+        return ShardingPlan(layout=layout, device=device, tables=planned)
 
     @cached_property
     def traffic(self) -> Traffic:
@@ -187,11 +187,11 @@ class ShardingPlan:
         for table in self.tables.values():
             if table.on_host == on_host:
                 elements = table.shard_rows * table.shard_columns
-                of_shards = elements * float(table.element_bytes)
+                shard_bytes = elements * float(table.element_bytes)
                 if updates:
-                    of_shards += elements * table.update_bytes_per_element
-                    of_shards += table.shard_rows * table.update_bytes_per_row
-                totals += np.bincount(table.ranks, of_shards, minlength=self.num_ranks)
+                    shard_bytes += elements * table.update_bytes_per_element
+                    shard_bytes += table.shard_rows * table.update_bytes_per_row
+                totals += np.bincount(table.ranks, shard_bytes, minlength=self.num_ranks)
         return np.rint(totals).astype(np.int64)
 
     def memory_parts(self, on_host: bool = False) -> dict[str, NDArray[np.int64]]:
@@ -201,7 +201,7 @@ class ShardingPlan:
         parts = {"rows": rows, "optimizer state and gradients": held - rows}
         if usage is not None:
             parts["exchange and cache"] = np.maximum(usage.tables - held, 0)
-        return {part: of_part for part, of_part in parts.items() if of_part.any()}
+        return {part: part_bytes for part, part_bytes in parts.items() if part_bytes.any()}
 
     @cached_property
     def memory(self) -> RankUsage:
@@ -258,9 +258,9 @@ def differences(a: ShardingPlan, b: ShardingPlan, first: str = "the first", seco
 def size_differences(a: Mapping[str, str], b: Mapping[str, str], first: str, second: str) -> list[str]:
     """Return which tables are on one side only, with near matches on the other, and which differ in size."""
     lines = []
-    for here, there, side in ((a, b, first), (b, a, second)):
-        new = [name for name in there if name not in here]
-        for name in (name for name in here if name not in there):
+    for side_sizes, other_sizes, side in ((a, b, first), (b, a, second)):
+        new = [name for name in other_sizes if name not in side_sizes]
+        for name in (name for name in side_sizes if name not in other_sizes):
             lines.append(f"table '{name}' is in {side} only{did_you_mean(name, new).rstrip('.')}")
     for name in (name for name in a if name in b and a[name] != b[name]):
         lines.append(f"table '{name}' is {a[name]} in {first}, {b[name]} in {second}")
@@ -273,7 +273,7 @@ def _table_differences(a: PlannedTable, b: PlannedTable, first: str, second: str
         (a.compute_kernel, b.compute_kernel, "has the kernel {} in"),
         (a.cache_load_factor, b.cache_load_factor, "has the cache load factor {} in"),
     ]
-    lines = [f"{what.format(x)} {first}, {y} in {second}" for x, y, what in compared if x != y]
+    lines = [f"{text.format(x)} {first}, {y} in {second}" for x, y, text in compared if x != y]
     if a.size != b.size or (a.shards != b.shards and a.sharding_type != b.sharding_type):
         return lines + _rank_differences(a, b, first, second)
     if {(s.offsets, s.sizes) for s in a.shards} != {(s.offsets, s.sizes) for s in b.shards}:

@@ -78,10 +78,10 @@ class TableOptions:
         if self.pooling_factor is not None and self.pooling_factor <= 0:
             raise ConfigError(f"pooling_factor={self.pooling_factor}: must be above 0.")
         self._check_cache()
-        if self.replicated and (others := [name for name in self.given() if name != "replicated"]):
+        if self.replicated and (ignored := [name for name in self.given() if name != "replicated"]):
             raise ConfigError(
-                f"replicated=True: a table that every rank holds is not planned, and {' and '.join(others)} "
-                f"would change nothing. Leave {'it' if len(others) == 1 else 'them'} out, or set replicated=False."
+                f"replicated=True: a table that every rank holds is not planned, and {' and '.join(ignored)} "
+                f"would change nothing. Leave {'it' if len(ignored) == 1 else 'them'} out, or set replicated=False."
             )
 
         self._check_ids()
@@ -101,9 +101,11 @@ class TableOptions:
                 raise ConfigError(f"{name}={value}: must be at least 1.")
         if self.rows is not None and self.buckets is not None and self.rows < 2 * self.buckets:
             raise ConfigError(f"rows={self.rows}, buckets={self.buckets}: a bucket needs at least 2 rows.")
-        of_ids = [name for name in ("rows", "buckets", "evict", "min_sights") if getattr(self, name) is not None]
-        if of_ids and self.ids is None:
-            raise ConfigError(f"{of_ids[0]}={getattr(self, of_ids[0])!r} is for a table with ids: dynamic. Set ids.")
+        id_options = [name for name in ("rows", "buckets", "evict", "min_sights") if getattr(self, name) is not None]
+        if id_options and self.ids is None:
+            raise ConfigError(
+                f"{id_options[0]}={getattr(self, id_options[0])!r} is for a table with ids: dynamic. Set ids."
+            )
 
     def _check_cache(self) -> None:
         if self.cache_load_factor is None:
@@ -134,22 +136,22 @@ def check_sharding_types(values: Iterable[str]) -> None:
     _check_names("sharding_types", values, SHARDING_TYPES, "one sharding type")
 
 
-def _check_name(option: str, value: str | None, known: tuple[str, ...]) -> None:
-    if value is not None and value not in known:
-        near = did_you_mean(str(value), known)
-        raise ConfigError(f"{option}={value!r} is not known{near} Use one of {', '.join(known)}.")
+def _check_name(option: str, value: str | None, allowed: tuple[str, ...]) -> None:
+    if value is not None and value not in allowed:
+        near = did_you_mean(str(value), allowed)
+        raise ConfigError(f"{option}={value!r} is not known{near} Use one of {', '.join(allowed)}.")
 
 
-def _check_names(option: str, values: Iterable[str], known: tuple[str, ...], one: str) -> None:
+def _check_names(option: str, values: Iterable[str], allowed: tuple[str, ...], noun: str) -> None:
     if isinstance(values, str):
         raise ConfigError(f"{option}={values!r}: a list is needed. Write [{values!r}].")
     values = list(values)
     if not values:
-        raise ConfigError(f"{option}=[]: at least {one} must be allowed.")
+        raise ConfigError(f"{option}=[]: at least {noun} must be allowed.")
     for value in values:
-        if value not in known:
-            near = did_you_mean(str(value), known)
-            raise ConfigError(f"{option}: {value!r} is not known{near} Use some of {', '.join(known)}.")
+        if value not in allowed:
+            near = did_you_mean(str(value), allowed)
+            raise ConfigError(f"{option}: {value!r} is not known{near} Use some of {', '.join(allowed)}.")
 
 
 # ------------------------------------------------------------------------------------------------- options by name
@@ -161,20 +163,20 @@ WILD = re.compile(r"[*?\[\]]")
 """What makes a name a pattern, as in file names."""
 
 
-def options_by_table(tables: list[Table], everywhere: TableOptions, given: Given) -> dict[str, TableOptions]:
+def options_by_table(tables: list[Table], everywhere: TableOptions, user_options: Given) -> dict[str, TableOptions]:
     """Return the options of every table by its full name: `everywhere`, overridden by what was `given` for it.
 
     A later pattern overrides an earlier one, option by option, a name any pattern, and a full name a name.
     Raises ConfigError: a name or pattern that matches no table (with near matches); an option that does not exist;
     options that contradict each other.
     """
-    parsed = _parsed(given)
+    parsed = _parsed(user_options)
     names = {name for table in tables for name in (table.name, table.full_name)}
     for name in parsed:
-        if name in names or any(fnmatchcase(known, name) for known in names):
+        if name in names or any(fnmatchcase(table_name, name) for table_name in names):
             continue
-        what = f"no table fits {name!r}" if WILD.search(name) else f"there is no table {name!r}"
-        raise ConfigError(f"tables: {what}{did_you_mean(WILD.sub('', name), names)} {_known_in_words(tables)}")
+        problem = f"no table fits {name!r}" if WILD.search(name) else f"there is no table {name!r}"
+        raise ConfigError(f"tables: {problem}{did_you_mean(WILD.sub('', name), names)} {_known_in_words(tables)}")
     return {table.full_name: _of_table(table, everywhere, parsed) for table in tables}
 
 
@@ -184,51 +186,53 @@ def _known_in_words(tables: list[Table]) -> str:
     return "There are no tables: an nn.Embedding is one with convert_embeddings, and from min_rows rows on."
 
 
-def refuse_named_odd_dims(tables: list[Table], of_odd_dims: list[Table], why: Mapping[str, str], given: Given) -> None:
+def refuse_named_odd_dims(
+    tables: list[Table], odd_tables: list[Table], reasons: Mapping[str, str], user_options: Given
+) -> None:
     """Raise ShardingError where a name or pattern fits only tables of odd dims, and is not about replicating them.
 
     of_odd_dims: see FoundTables. why: path of a collection -> the reason why it is not sharded.
     """
-    for name, options in _parsed(given).items():
+    for name, options in _parsed(user_options).items():
         if options.replicated or any(_fits(table, name) for table in tables):
             continue
-        odd = next((table for table in of_odd_dims if _fits(table, name)), None)
+        odd = next((table for table in odd_tables if _fits(table, name)), None)
         if odd is not None:
             raise ShardingError(
-                f"tables[{name!r}]: '{odd.full_name}' cannot be sharded: {why[odd.collection]}. Change the dim, give "
-                "tables of other dims a collection of their own, or set replicated=True alone."
+                f"tables[{name!r}]: '{odd.full_name}' cannot be sharded: {reasons[odd.collection]}. Change the dim, "
+                "give tables of other dims a collection of their own, or set replicated=True alone."
             )
 
 
 def _fits(table: Table, name: str) -> bool:
-    return any(known == name or fnmatchcase(known, name) for known in (table.name, table.full_name))
+    return any(table_name == name or fnmatchcase(table_name, name) for table_name in (table.name, table.full_name))
 
 
-def replicated_collections(tables: list[Table], given: Given) -> set[str]:
+def replicated_collections(tables: list[Table], user_options: Given) -> set[str]:
     """Return the collections, by path, of which all tables are replicated: they stay ordinary layers.
 
     Names that match no table are ignored. Raises ConfigError: options that contradict each other; an
     EmbeddingCollection of which only some tables are replicated.
     """
-    parsed = _parsed(given)
-    found: set[str] = set()
+    parsed = _parsed(user_options)
+    paths: set[str] = set()
     for path in dict.fromkeys(table.collection for table in tables):
-        mine = [table for table in tables if table.collection == path]
-        replicated = [table for table in mine if _of_table(table, TableOptions(), parsed).replicated]
-        if len(replicated) == len(mine):
-            found.add(path)
-        elif replicated and not mine[0].pooled:
+        collection_tables = [table for table in tables if table.collection == path]
+        replicated = [table for table in collection_tables if _of_table(table, TableOptions(), parsed).replicated]
+        if len(replicated) == len(collection_tables):
+            paths.add(path)
+        elif replicated and not collection_tables[0].pooled:
             raise ConfigError(
                 f"table '{replicated[0].full_name}': replicated=True, but an EmbeddingCollection is sharded with all "
                 f"of its tables or not at all. Set it for all tables of '{path}', as '{path}.*', or for none."
             )
-    return found
+    return paths
 
 
-def _parsed(given: Given) -> dict[str, TableOptions]:
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"tables={given!r}: a dict from table names to options is needed.")
-    return {name: _as_options(name, options) for name, options in given.items()}
+def _parsed(user_options: Given) -> dict[str, TableOptions]:
+    if not isinstance(user_options, Mapping):
+        raise ConfigError(f"tables={user_options!r}: a dict from table names to options is needed.")
+    return {name: _as_options(name, options) for name, options in user_options.items()}
 
 
 def _as_options(name: str, options: TableOptions | Mapping[str, Any]) -> TableOptions:

@@ -108,8 +108,8 @@ class RankMemory:
                 f"has {format_bytes(self.device_bytes[rank])}: nothing is left for tables. Reserve less by "
                 "planning.reserve, or use ranks with more memory."
             )
-        of_host = reservation.of_host()
-        usable_of_host = tuple(memory - of_host.bytes_of(memory) for memory in self.host_bytes)
+        host_reservation = reservation.of_host()
+        usable_of_host = tuple(memory - host_reservation.bytes_of(memory) for memory in self.host_bytes)
         return RankMemory(device_bytes=tuple(usable), host_bytes=usable_of_host)
 
 

@@ -81,8 +81,8 @@ class Traffic:
             to_nodes = np.bincount(node, flow.to_rank)
             total += to_nodes.sum() - to_nodes[node] + flow.from_rank * (len(node) - on_node[node])
             total += np.where(stays, 0.0, flow.ring)
-            by_local_rank = flow.to_node.sum() - flow.to_node + flow.from_node * (len(on_node) - 1)
-            total += by_local_rank[node]
+            to_same_local_rank = flow.to_node.sum() - flow.to_node + flow.from_node * (len(on_node) - 1)
+            total += to_same_local_rank[node]
         return total
 
     def between_nodes(self, kind: str | None = None) -> Vector:
@@ -216,9 +216,9 @@ class _Exchange:
         layout = self.traffic.layout
         on_node = layout.num_ranks // layout.num_nodes
         node = int(table.ranks[0]) // on_node
-        here = slice(node * on_node, (node + 1) * on_node)
+        node_ranks = slice(node * on_node, (node + 1) * on_node)
         share = _blocks(table.num_rows, on_node)
-        self.traffic.flows[IDS].to_rank[here] += self._lengths(table) + share * self._ids(table)
+        self.traffic.flows[IDS].to_rank[node_ranks] += self._lengths(table) + share * self._ids(table)
         numbers = self.batch_size * table.dim * len(table.pooling_factors)
         rows, gradients = self.traffic.flows[ROWS], self.traffic.flows[ROW_GRADIENTS]
         rows.ring_on_node[node] += (on_node - 1) * layout.num_nodes * numbers * self.forward_bytes
@@ -290,9 +290,9 @@ def replica_bytes(
             continue
         ids = batch_size * layout.num_ranks * sum(table.pooling_factors) * sync_interval
         for rank, rows, columns in zip(table.ranks, table.shard_rows, table.shard_columns, strict=True):
-            here = ids * rows / table.num_rows
-            touched = min(touched_rows(rows, here), here * table.distinct_share)
-            of_all = min(touched_rows(rows, here * replicas), here * replicas * table.distinct_share)
+            shard_ids = ids * rows / table.num_rows
+            touched = min(touched_rows(rows, shard_ids), shard_ids * table.distinct_share)
+            all_touched = min(touched_rows(rows, shard_ids * replicas), shard_ids * replicas * table.distinct_share)
             row_bytes = FLOAT_BYTES * columns
             if sync_interval == 1:
                 sparse = gathered * touched * (ROW_ID_BYTES + row_bytes)
@@ -303,6 +303,6 @@ def replica_bytes(
                 total[rank] += reduced * rows * (state if table.update_bytes_per_element else row_bytes)
             else:
                 total[rank] += gathered * touched * 2 * ROW_ID_BYTES
-                total[rank] += reduced * of_all * (row_bytes + state)
-    found: NDArray[np.float64] = total / sync_interval
-    return found
+                total[rank] += reduced * all_touched * (row_bytes + state)
+    mean_bytes: NDArray[np.float64] = total / sync_interval
+    return mean_bytes

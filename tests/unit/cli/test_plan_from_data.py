@@ -15,7 +15,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 
 from lightning_distrec.cli import main as cli
 from lightning_distrec.sharding.node_layout import NodeLayout
-from lightning_distrec.sharding.planning.costs import update_milliseconds
+from lightning_distrec.sharding.planning.costs import ShardUpdates
 from lightning_distrec.sharding.planning.report_pictures import cells
 from tests.support.planned import planned_at_random
 
@@ -117,11 +117,19 @@ def test_data_is_read_only_where_that_is_asked_for_and_a_failure_is_told(
 
 
 def test_rows_that_repeat_make_updates_shorter() -> None:
-    def of(share: float) -> float:
-        return float(update_milliseconds("fused", [(10**6, 64)], 5000.0, 4.0, 0.0, False, 1e6, share)[0])
-
-    assert of(0.1) == pytest.approx(of(1.0) / 10, rel=0.01)
-    assert of(0.999) == pytest.approx(of(1.0), rel=0.01)
+    every, tenth, almost_every = (
+        ShardUpdates(
+            kind="fused",
+            ids=5000.0,
+            bytes_per_element=4.0,
+            distinct_share=share,
+            on_gpu=False,
+            bytes_per_millisecond=1e6,
+        ).milliseconds([(10**6, 64)])[0]
+        for share in (1.0, 0.1, 0.999)
+    )
+    assert tenth == pytest.approx(every / 10, rel=0.01)
+    assert almost_every == pytest.approx(every, rel=0.01)
 
 
 def test_the_heat_map_adds_up_to_what_ranks_hold_and_send() -> None:

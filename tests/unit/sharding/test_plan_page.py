@@ -188,12 +188,11 @@ def test_a_page_that_cannot_be_finished_leaves_the_one_before(tmp_path: Path, mo
     write_page(path, two_ranks(), {})
     before = path.read_text()
 
-    def full(self: Path, data: bytes) -> int:
-        with self.open("wb") as file:
-            file.write(data[:10])
+    def full(path: Path, content: bytes) -> None:
+        path.write_bytes(content[:10])
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr("lightning_distrec.atomic_files.write_file", full)
     with pytest.raises(OSError, match="no space left"):
         write_page(path, planned_at_random(4, NodeLayout.equal(2, 2), 1), {})
     assert [file.name for file in path.parent.iterdir()] == ["plan.html"]

@@ -63,7 +63,7 @@ def test_options_have_the_shards_and_lookups_of_torchrecs_enumerator(device: str
     ):
         for c in options:
             hbm, ddr = (c.device_bytes, c.host_bytes) if device == "cuda" else (c.host_bytes, c.device_bytes)
-            updates = c.milliseconds_by_part[c.which, TIME_PARTS.index("update")]
+            updates = c.milliseconds_by_part[c.size_numbers, TIME_PARTS.index("update")]
             ours[table.name, c.sharding_type, c.kernel] = [
                 (size, offset, pytest.approx(time, rel=1e-9), on_device, on_host)
                 for size, offset, time, on_device, on_host in zip(

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 from rich.console import Console
 
-from lightning_distrec.sharding.planning.costs import touched_rows, update_milliseconds
+from lightning_distrec.sharding.planning.costs import ShardUpdates, touched_rows
 from lightning_distrec.sharding.planning.planner import estimate_plan, make_plan
 from lightning_distrec.sharding.planning.report_text import print_plan
 from lightning_distrec.sharding.planning.sharding_plan import TIME_PARTS, ShardingPlan
@@ -17,10 +17,12 @@ ADAM, ADAGRAD = 12.0, 4.0
 """Bytes that a dense Adam and a fused Adagrad keep for each element."""
 
 
-def with_update(tables: TableSet, kind: str, optimizer: str, per_element: float, which: str = "") -> TableSet:
+def with_update(tables: TableSet, kind: str, optimizer: str, per_element: float, table: str = "") -> TableSet:
     changed = {
-        name: replace(of, update=kind, optimizer=optimizer, bytes_per_element=per_element) if which in name else of
-        for name, of in tables.constraints.items()
+        name: replace(constraints, update=kind, optimizer=optimizer, bytes_per_element=per_element)
+        if table in name
+        else constraints
+        for name, constraints in tables.constraints.items()
     }
     return replace(tables, constraints=changed)
 
@@ -29,8 +31,9 @@ def planned(tables: TableSet) -> ShardingPlan:
     return make_plan(tables.tables, tables.constraints, tables.topology, tables.batch_size)
 
 
-def of(kind: str, per_element: float, rows: int, ids: float = 5000, on_gpu: bool = False) -> float:
-    return float(update_milliseconds(kind, [(rows, 64)], ids, per_element, 0.0, on_gpu, 13e6)[0])
+def milliseconds(kind: str, per_element: float, rows: int, ids: float = 5000, on_gpu: bool = False) -> float:
+    updates = ShardUpdates(kind=kind, ids=ids, bytes_per_element=per_element, on_gpu=on_gpu, bytes_per_millisecond=13e6)
+    return float(updates.milliseconds([(rows, 64)])[0])
 
 
 def test_touched_rows_are_those_of_evenly_spread_ids() -> None:
@@ -42,22 +45,26 @@ def test_touched_rows_are_those_of_evenly_spread_ids() -> None:
 def test_only_dense_updates_grow_with_the_rows_that_no_id_touched() -> None:
     for on_gpu in (False, True):
         small, large = 10**6, 10**7
-        assert of("dense", ADAM, large, on_gpu=on_gpu) > 8 * of("dense", ADAM, small, on_gpu=on_gpu)
+        assert milliseconds("dense", ADAM, large, on_gpu=on_gpu) > 8 * milliseconds("dense", ADAM, small, on_gpu=on_gpu)
         for kind in ("fused", "sparse", "fused_lazy"):
-            assert of(kind, ADAGRAD, large, on_gpu=on_gpu) < 1.01 * of(kind, ADAGRAD, small, on_gpu=on_gpu)
-        assert of("dense", ADAM, large, on_gpu=on_gpu) > 10 * of("fused", ADAGRAD, large, on_gpu=on_gpu)
-        assert of("frozen", ADAGRAD, large, on_gpu=on_gpu) == 0
+            assert milliseconds(kind, ADAGRAD, large, on_gpu=on_gpu) < 1.01 * milliseconds(
+                kind, ADAGRAD, small, on_gpu=on_gpu
+            )
+        assert milliseconds("dense", ADAM, large, on_gpu=on_gpu) > 10 * milliseconds(
+            "fused", ADAGRAD, large, on_gpu=on_gpu
+        )
+        assert milliseconds("frozen", ADAGRAD, large, on_gpu=on_gpu) == 0
 
 
 def test_the_rank_with_the_dense_table_gets_the_fewest_others() -> None:
     only_whole = {i: TableOptions(sharding_types=["table_wise"], pooling_factor=5.0) for i in range(7)}
     tables = table_set([(200_000, 64)] * 7, 2, 2, 8.0, options=only_whole, device="cpu")
-    even, uneven = planned(tables), planned(with_update(tables, "dense", "Adam", ADAM, which="t0"))
+    even, uneven = planned(tables), planned(with_update(tables, "dense", "Adam", ADAM, table="t0"))
     counts = [np.bincount([int(t.ranks[0]) for t in plan.tables.values()], minlength=2) for plan in (even, uneven)]
     assert sorted(counts[0].tolist()) == [3, 4]
     assert sorted(counts[1].tolist()) == [1, 6]
     assert uneven.tables["ebc.t0"].update_on(uneven.cost.slowest) > 0.5 * uneven.cost.critical_path
-    as_before = with_update(tables, "dense", "Adam", ADAM, which="t0")
+    as_before = with_update(tables, "dense", "Adam", ADAM, table="t0")
     moved = estimate_plan(even, tables.tables, as_before.constraints, tables.topology, tables.batch_size)
     assert moved.cost.critical_path > uneven.cost.critical_path
 
