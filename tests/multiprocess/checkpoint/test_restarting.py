@@ -64,7 +64,7 @@ def _start(
     error_type: type[BaseException] = Died,
     dirpath: Any = None,
 ) -> dict[str, Any]:
-    """Start a script as a new process would, and return what it did. after: the step after which it dies."""
+    """Start a script as a new process would, and return what it did. num_steps: those after which it dies."""
     job_fit._fits = itertools.count(1)
     _messages.clear()
     model = seeded(EvaluatedModel, torch.optim.Adagrad, {"lr": 0.1})
@@ -175,12 +175,13 @@ def _on_exception(folder: Path) -> Any:
 def _lost_record(folder: Path) -> Any:
     first = _start(folder, "a", num_steps=7, distributed=True)
     if rank_and_num_ranks()[0] == 0:
-        shutil.rmtree(folder / FOLDER)
+        while (folder / FOLDER).exists():  # the other rank may just be noting how far it came
+            shutil.rmtree(folder / FOLDER, ignore_errors=True)
     return [first, _start(folder, "a", distributed=True)]
 
 
 def _by_hand(folder: Path) -> Any:
-    interrupted = {"after": 7, "of": KeyboardInterrupt}
+    interrupted = {"num_steps": 7, "error_type": KeyboardInterrupt}
     return [
         _start(folder / "x", job="x", **interrupted),
         _start(folder / "x", job="x", num_steps=1),
@@ -190,7 +191,7 @@ def _by_hand(folder: Path) -> Any:
 
 
 def _elsewhere(folder: Path) -> Any:
-    options = {"job": "x", "dirpath": "memory://elsewhere", "after": 3}
+    options = {"job": "x", "dirpath": "memory://elsewhere", "num_steps": 3}
     return [_start(folder, **options), _start(folder, attempt=1, **options)]
 
 
