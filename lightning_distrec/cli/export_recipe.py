@@ -11,10 +11,11 @@ from torch.utils.data import DataLoader
 
 from lightning_distrec._compat import hide_upstream_deprecations
 from lightning_distrec.checkpoint.contents import read_contents
-from lightning_distrec.cli.recipe_builder import RecipeBuilder, build_recipe
+from lightning_distrec.cli.lightning_cli import RecipeBuilder, build_recipe
 from lightning_distrec.errors import CheckpointError, ConfigError
 from lightning_distrec.serving.artifact import Served, export_for_serving
 from lightning_distrec.sharding.tables import tables_on_meta
+from lightning_distrec.units import format_bytes, quantity
 
 LOADERS = {"predict": "predict_dataloader", "test": "test_dataloader", "validate": "val_dataloader"}
 """Stage -> the loader whose batches predict_step might get; the first that there is."""
@@ -28,8 +29,8 @@ class ServingBuilder(RecipeBuilder):
             super().instantiate_classes()
 
 
-def export_recipe(options: Namespace, on_progress: Callable[[int], None]) -> Served:
-    """Write the folder that the options describe. Raises ConfigError, CheckpointError: see `export_for_serving`."""
+def export_recipe(options: Namespace, on_progress: Callable[[int], None]) -> None:
+    """Write the folder that the options describe, and print what it is. Raises as `export_for_serving`."""
     if not options.config:
         raise ConfigError(
             f"export: --format {options.format} needs the module's code and an example of its data: name the YAML that "
@@ -42,26 +43,27 @@ def export_recipe(options: Namespace, on_progress: Callable[[int], None]) -> Ser
     if not isinstance(state, dict):
         raise CheckpointError(f"{options.checkpoint} holds no state_dict; there is nothing to export.")
     hide_upstream_deprecations()
-    built = build_recipe(options.config, ServingBuilder)
-    module: LightningModule = built.model
+    recipe = build_recipe(options.config, ServingBuilder)
+    module: LightningModule = recipe.model
     if not is_overridden("predict_step", module) and not is_overridden("forward", module):
         raise ConfigError(f"export: {type(module).__name__} has neither predict_step nor forward. Write one of them.")
     with tables_on_meta():
         module.configure_model()
-    batch, first = example_batches(module, built.datamodule)
-    return export_for_serving(
+    batch, first_request = _example_batches(module, recipe.datamodule)
+    served = export_for_serving(
         module,
         batch,
         Path(options.out),
         state=state,
-        first_request=first,
+        first_request=first_request,
         bits=bits,
         overwrite=options.overwrite,
         on_progress=on_progress,
     )
+    _print_served(served, options)
 
 
-def example_batches(module: LightningModule, data: LightningDataModule | None) -> tuple[Any, Any]:
+def _example_batches(module: LightningModule, data: LightningDataModule | None) -> tuple[Any, Any]:
     """Return a batch for predict_step, and one of a single example; None where the dataset has no single examples.
 
     Raises ConfigError: there is no loader.
@@ -76,11 +78,11 @@ def example_batches(module: LightningModule, data: LightningDataModule | None) -
         source.setup(stage)
         loader = getattr(source, name)()
         loader = loader[0] if isinstance(loader, (list, tuple)) else loader
-        return next(iter(loader)), _single(loader)
+        return next(iter(loader)), _batch_of_one(loader)
     raise ConfigError(f"export: no example of a batch: there is none of {', '.join(LOADERS.values())}.")
 
 
-def _single(loader: Any) -> Any:
+def _batch_of_one(loader: Any) -> Any:
     if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
         return None
     dataset: Any = loader.dataset
@@ -88,3 +90,29 @@ def _single(loader: Any) -> Any:
         return None
     items = dataset.__getitems__([0]) if hasattr(dataset, "__getitems__") else [dataset[0]]
     return loader.collate_fn(items)
+
+
+def _print_served(served: Served, options: Namespace) -> None:
+    size = format_bytes(served.table_bytes)
+    if options.format == "quantized":
+        size += f" of {format_bytes(served.float_bytes)}"
+    print(f"{options.out}: {quantity(served.num_tables, 'table')}, {size}.")
+    if served.largest_answer or not served.integers:
+        print(
+            f"Answers to {quantity(served.num_examples, 'example')} differ from the trained module's by at most "
+            f"{served.largest_difference:.3g}, {served.mean_difference:.3g} on average; the largest is "
+            f"{served.largest_answer:.3g}."
+        )
+    if served.integers:
+        print(
+            f"Of {served.integers:,} integers in answers to {quantity(served.num_examples, 'example')}, "
+            f"{served.other_integers:,} differ from the trained module's."
+        )
+    if served.only_this_size:
+        print(
+            f"The program takes batches of {served.num_examples} examples alone: predict_step makes a number of the "
+            "size. There len(tensor) is a fixed number; tensor.shape[0] stays free."
+        )
+    print(
+        f"It needs {', '.join(['torch', 'numpy', 'safetensors', *served.needs])}. Ask it: python {options.out}/serve.py"
+    )

@@ -1,4 +1,4 @@
-"""The console script `lightning-distrec`: finds the command and runs it. Each command has a file of its own."""
+"""The console script `lightning-distrec`: finds the command and runs it."""
 
 import argparse
 import os
@@ -10,30 +10,9 @@ from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
-from lightning_distrec.cli.output import EXIT_ERROR
+from lightning_distrec.cli.command_line import COMMANDS, EXIT_ERROR, LIGHTNING_COMMANDS
 from lightning_distrec.errors import DistRecError, did_you_mean
 from lightning_distrec.versions import find_installed, problem_with
-
-LIGHTNING_COMMANDS = {
-    "fit": "Train a module: fit --config FILE.yaml.",
-    "validate": "Evaluate a module on its validation data.",
-    "test": "Evaluate a module on its test data.",
-    "predict": "Run a module on its prediction data.",
-}
-"""The commands of a LightningCLI, which parses their options."""
-
-COMMANDS = {
-    "advise": "Print which strategy suits a module, and why.",
-    "plan": "Plan embedding tables for any cluster, and print whether they fit.",
-    "bench": "Measure a recipe under several strategies and numbers of devices.",
-    "doctor": "Check the ranks, machines and network links of a job.",
-    "recipes": "List the jobs that come with the package, or copy one.",
-    "slurm": "Write an sbatch script that runs a recipe.",
-    "export": "Convert a checkpoint into a single file, or into a folder that answers requests.",
-    "checkpoint": "Inspect a checkpoint, or merge a difference.",
-    "completion": "Print a script with which a shell completes commands and options.",
-}
-"""Our own commands: each is a file of this folder with the functions `parser` and `run`."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -44,14 +23,14 @@ def main(args: Sequence[str] | None = None) -> int:
     args = sys.argv[1:] if args is None else list(args)
     _make_working_directory_importable()
     if _is_for_lightning(args):
-        import_module("lightning_distrec.cli.fit").run(args)
+        import_module("lightning_distrec.cli.lightning_cli").run_lightning(args)
         return 0
-    name = _command(args)
-    # Only this command's file is imported: torchrec takes seconds to load, and most commands do not need it.
-    command = import_module(f"lightning_distrec.cli.{name}")
-    options = command.parser().parse_args(args[1:])
+    name = _find_command(args)
+    options = COMMANDS[name].parser().parse_args(args[1:])
     try:
-        code: int = command.run(options)
+        # Only this command's file is imported: torchrec takes seconds to load, and most commands do not need it.
+        commands = import_module(f"lightning_distrec.cli.{COMMANDS[name].file}")
+        code: int = getattr(commands, f"run_{name}")(options)
         return code
     except (DistRecError, OSError) as error:
         print(f"lightning-distrec: {error}", file=sys.stderr)
@@ -64,13 +43,14 @@ def _is_for_lightning(args: Sequence[str]) -> bool:
     """Return whether LightningCLI parses the command line. Unknown commands go to our parser."""
     if not args:
         return "PL_SUBCOMMAND" in os.environ
-    ours = ("-h", "--help", "--version")
-    return args[0] in LIGHTNING_COMMANDS or (args[0].startswith("-") and args[0] not in ours)
+    package_options = ("-h", "--help", "--version")
+    return args[0] in LIGHTNING_COMMANDS or (args[0].startswith("-") and args[0] not in package_options)
 
 
-def _command(args: Sequence[str]) -> str:
+def _find_command(args: Sequence[str]) -> str:
     """Return the name of our command. Raises SystemExit: there is none, or it is unknown."""
-    commands = "\n".join(f"    {name:<10}  {text}" for name, text in (LIGHTNING_COMMANDS | COMMANDS).items())
+    texts = LIGHTNING_COMMANDS | {name: command.help for name, command in COMMANDS.items()}
+    commands = "\n".join(f"    {name:<10}  {text}" for name, text in texts.items())
     parser = argparse.ArgumentParser(
         prog="lightning-distrec",
         usage="lightning-distrec COMMAND ...",

@@ -63,15 +63,25 @@ class BatchJob:
                 raise ConfigError(f"--sbatch {option!r}: give an option without hyphens, such as qos=high.")
 
 
+HOST, ATTEMPT = "RENDEZVOUS_HOST", "RENDEZVOUS_ID"
+"""Words in place of shell variables, which `shlex.join` would quote."""
+RENDEZVOUS = (
+    "",
+    "# The first node's torchrun is where the others meet; set MASTER_ADDR if its name has no address.",
+    'host=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}',
+    "attempt=$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}",
+)
+
+
 def batch_script(job: BatchJob) -> str:
     """Return the script; its jobs run with this Python, in the folder that they are submitted from."""
-    by_torchrun = job.launcher == "torchrun"
+    uses_torchrun = job.launcher == "torchrun"
     options = {
         "job-name": job.job_name or re.sub(r"\W+", "-", Path(job.configs[0]).absolute().parent.name) or "train",
         "nodes": job.nodes,
-        "ntasks-per-node": 1 if by_torchrun else job.ranks_per_node,
+        "ntasks-per-node": 1 if uses_torchrun else job.ranks_per_node,
         "gpus-per-node": job.ranks_per_node if job.gpus else "",
-        "cpus-per-task": job.cpus_per_rank * (job.ranks_per_node if by_torchrun else 1),
+        "cpus-per-task": job.cpus_per_rank * (job.ranks_per_node if uses_torchrun else 1),
         "time": job.time,
         "partition": job.partition,
         "account": job.account,
@@ -80,35 +90,25 @@ def batch_script(job: BatchJob) -> str:
         "error": job.error,
         "open-mode": "append",
     }
-    asked = [f"#SBATCH --{name}={value}" for name, value in options.items() if value != ""]
-    asked += ["#SBATCH --requeue", *(f"#SBATCH --{option}" for option in job.sbatch)]
-    start = _torchrun(job) if by_torchrun else ["srun", "--kill-on-bad-exit=1", sys.executable]
-    program = shlex.join([*start, "-m", "lightning_distrec"]).replace(_HOST, '"$host"').replace(_ATTEMPT, '"$attempt"')
+    sbatch_lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value != ""]
+    sbatch_lines += ["#SBATCH --requeue", *(f"#SBATCH --{option}" for option in job.sbatch)]
+    start = _torchrun(job) if uses_torchrun else ["srun", "--kill-on-bad-exit=1", sys.executable]
+    program = shlex.join([*start, "-m", "lightning_distrec"]).replace(HOST, '"$host"').replace(ATTEMPT, '"$attempt"')
     fit = shlex.join([*(word for config in job.configs for word in ("--config", config)), *job.overrides])
-    setup = "".join(f"{line}\n" for line in (*job.setup, *(_RENDEZVOUS if by_torchrun else ())))
-    who = "One torchrun per node" if by_torchrun else "One rank per task"
-    newline = "\n"
-    return f"""#!/bin/bash
-{newline.join(asked)}
+    setup = "".join(f"{line}\n" for line in (*job.setup, *(RENDEZVOUS if uses_torchrun else ())))
+    ranks_start = "One torchrun per node" if uses_torchrun else "One rank per task"
+    header = "\n".join(["#!/bin/bash", *sbatch_lines])
+    return f"""{header}
 
 set -euo pipefail
 {setup}
 # With the same ranks as the job: problems show before the training starts.
 {program} doctor
 
-# {who}. {job.signal_seconds} seconds before the time limit the ranks save a checkpoint and the job is
+# {ranks_start}. {job.signal_seconds} seconds before the time limit the ranks save a checkpoint and the job is
 # requeued; it resumes from the checkpoint. Exit code 75: the checkpoint is saved, but the job could not be requeued.
 {program} fit {fit}
 """
-
-
-_HOST, _ATTEMPT = "HOST_OF_RENDEZVOUS", "ID_OF_RENDEZVOUS"
-_RENDEZVOUS = (
-    "",
-    "# The first node's torchrun is where the others meet; set MASTER_ADDR if its name has no address.",
-    'host=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}',
-    "attempt=$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}",
-)
 
 
 def _torchrun(job: BatchJob) -> list[str]:
@@ -117,6 +117,6 @@ def _torchrun(job: BatchJob) -> list[str]:
         *("srun", "--kill-on-bad-exit=1", "bash", "-c", "trap '' USR1; exec \"$@\"", "ignore-usr1"),
         *(sys.executable, "-m", "torch.distributed.run"),
         *(f"--nnodes={job.nodes}", f"--nproc-per-node={job.ranks_per_node}", "--max-restarts=3"),
-        *("--rdzv-backend=c10d", f"--rdzv-endpoint={_HOST}", f"--rdzv-id={_ATTEMPT}"),
+        *("--rdzv-backend=c10d", f"--rdzv-endpoint={HOST}", f"--rdzv-id={ATTEMPT}"),
         *("--no-python", sys.executable),
     ]

@@ -33,6 +33,7 @@ class Consensus:
         self.flags = flags
         self.timeout = timedelta(seconds=timeout_seconds)
         """How long a rank waits in collectives of this job."""
+        # Ranks outside of `members` do not come here; without local synchronization new_group would wait for them.
         local = members is not None
         self._group = dist.new_group(members, self.timeout, "gloo", use_local_synchronization=local)
         self._ids: Any = None
@@ -59,6 +60,7 @@ class Consensus:
 
         gloo runs groups side by side. NCCL's would wait for each other on the device in an order of its own.
         """
+        # The backend is the same on all ranks, so that all make the group, or none does.
         if self._ids is None and self.num_ranks > 1 and dist.get_backend() == "gloo":
             self._ids = dist.new_group(backend="gloo", timeout=self.timeout)
         return self._ids
@@ -101,6 +103,7 @@ class Consensus:
             result = action()
         except Exception as error:
             failure = error
+        # Also where nothing has failed: a rank does not know of the others.
         reports = self.all_gather(None if failure is None else (type(failure).__name__, str(failure)))
         if failure is not None:
             raise failure
@@ -125,6 +128,8 @@ def all_gather_plain(value: Any, group: Any = None) -> list[Any]:
         data = b"+" + to_bytes(value)
     except TypeError as error:
         data = b"-" + str(error).encode()
+    # Ranks do not know how long the others' values are. All send messages of one size first, and rests where one needs
+    # that: the lengths that decide it are known to all by then.
     message = len(data).to_bytes(LENGTH_BYTES, "little") + data
     num_ranks, size = dist.get_world_size(group), FIRST_BYTES
     messages = _all_gather_bytes(message[:size], size, num_ranks, group)
@@ -226,6 +231,7 @@ class PendingMin:
         self._result: list[int] | None = None
         self.received: list[list[int]] = to_ranks or []
         """What each rank has sent to this one by `to_ranks`, after `wait`."""
+        # Values, flags and what single ranks get travel as one message: each one costs the network's latency.
         self._values = sent = torch.tensor([(*flagged, *numbers) for numbers in to_ranks or ((),)])
         self._work = None
         if group is not None and to_ranks is None:
@@ -246,6 +252,7 @@ class PendingMin:
                 self.received = [numbers[self._num_values :] for numbers in per_rank]
                 smallest = smallest[: self._num_values]
             self._result = smallest[:-NUM_FLAGS]
+            # Once for each message: `num_unseen` counts them.
             self._flags.receive(*smallest[-NUM_FLAGS:])
         return self._result
 
@@ -278,6 +285,8 @@ def job_consensus(timeout_seconds: float) -> JobConsensus:
     """Collective. Return the consensuses of the default process group, made on the first call for each group."""
     global _latest
     world = dist.group.WORLD
+    # Groups are made in the same order on all ranks, as torch names them by counting. A later process group, after the
+    # first was destroyed, gets its own.
     if _latest is None or _latest.world is not world:
         flags = RankFlags()
         _latest = JobConsensus(world, *(Consensus(timeout_seconds, flags) for _ in range(3)))

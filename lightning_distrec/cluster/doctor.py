@@ -1,5 +1,6 @@
-"""Examines the ranks, nodes and links that a job would get, before a training fails for what is missing."""
+"""Examines the ranks, nodes and links that a job would get, and prints the problems before a training meets them."""
 
+import itertools
 import os
 import platform
 import resource
@@ -8,20 +9,24 @@ import socket
 import statistics
 import time
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
 
 from lightning_distrec.cluster.consensus import all_gather_plain
 from lightning_distrec.cluster.environment import find_launched
 from lightning_distrec.cluster.launched import Launched
 from lightning_distrec.cluster.rendezvous import MeetingPoint, meet
 from lightning_distrec.host_memory import host_memory_bytes
+from lightning_distrec.units import format_ranks, quantity, shortened
 from lightning_distrec.versions import find_installed, problem_with
 
 MIB = 1 << 20
@@ -57,8 +62,8 @@ class Rank:
 class Link:
     """The speed between two ranks, over gloo."""
 
-    one: int
-    other: int
+    first: int
+    second: int
     across_nodes: bool
     latency_seconds: float
     """Half of the median round trip of 8 bytes."""
@@ -95,12 +100,12 @@ def examine(folder: Path, timeout_seconds: float, log: Callable[[str], None]) ->
             timeout=timedelta(seconds=timeout_seconds),
         )
     try:
-        ranks = tuple(_gathered(_examine_rank(launched, folder), launched))
-        links = tuple(_measure(one, other, launched, ranks) for one, other in _pairs(ranks))
+        ranks = tuple(_gather(_examine_rank(launched, folder)))
+        links = tuple(_measure_link(first, second, launched, ranks) for first, second in _choose_pairs(ranks))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-    return Findings(launched.by, launched.num_nodes, str(folder), ranks, links)
+    return Findings(launched.launcher, launched.num_nodes, str(folder), ranks, links)
 
 
 def _examine_rank(launched: Launched, folder: Path) -> Rank:
@@ -117,18 +122,16 @@ def _examine_rank(launched: Launched, folder: Path) -> Rank:
         memory_bytes=host_memory_bytes(),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         shared_memory_bytes=shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else 0,
-        sees_folder=_sees(folder, launched),
-        clocks=tuple(_time_after_barrier(launched) for _ in range(3)),
+        sees_folder=_sees_folder(folder, launched),
+        clocks=tuple(_time_after_barrier() for _ in range(3)),
     )
 
 
-def _gathered(mine: Any, launched: Launched) -> list[Any]:
-    if launched.num_ranks == 1:
-        return [mine]
-    return all_gather_plain(mine)
+def _gather(value: Any) -> list[Any]:
+    return all_gather_plain(value) if dist.is_initialized() else [value]
 
 
-def _sees(folder: Path, launched: Launched) -> bool:
+def _sees_folder(folder: Path, launched: Launched) -> bool:
     """Collective. Whether this rank sees what rank 0 writes into the folder."""
     token = folder / f".distrec-doctor-{zlib.crc32(launched.point.identity.encode()):08x}"
     problem = ""
@@ -137,52 +140,51 @@ def _sees(folder: Path, launched: Launched) -> bool:
             token.write_text(launched.point.identity)
         except OSError as error:
             problem = str(error)
-    problem = _gathered(problem, launched)[0]
-    if problem:
+    # All ranks raise what rank 0 met, and none of them looks before it has written, or after it has removed the file.
+    if problem := _gather(problem)[0]:
         raise OSError(f"rank 0 cannot write into {folder}: {problem}")
     try:
         sees = token.read_text() == launched.point.identity
     except OSError:
         sees = False
-    _gathered(None, launched)
+    _gather(None)
     if launched.rank == 0:
         token.unlink()
     return sees
 
 
-def _time_after_barrier(launched: Launched) -> float:
-    if launched.num_ranks > 1:
-        dist.barrier()
+def _time_after_barrier() -> float:
+    _gather(None)
     return time.time()
 
 
-def _pairs(ranks: tuple[Rank, ...]) -> list[tuple[int, int]]:
+def _choose_pairs(ranks: tuple[Rank, ...]) -> list[tuple[int, int]]:
     """Return the pairs to measure: two ranks on each node, and the first ranks of neighboring nodes."""
-    by_node: dict[int, list[int]] = {}
+    ranks_by_node: dict[int, list[int]] = {}
     for rank in ranks:
-        by_node.setdefault(rank.node, []).append(rank.rank)
-    nodes = [by_node[node] for node in sorted(by_node)]
-    within = [(of_node[0], of_node[1]) for of_node in nodes if len(of_node) > 1]
+        ranks_by_node.setdefault(rank.node, []).append(rank.rank)
+    nodes = [ranks_by_node[node] for node in sorted(ranks_by_node)]
+    within = [(node_ranks[0], node_ranks[1]) for node_ranks in nodes if len(node_ranks) > 1]
     around = [(a[0], b[0]) for a, b in zip(nodes, [*nodes[1:], nodes[0]], strict=True)]
     across = around[:1] if len(nodes) == 2 else around if len(nodes) > 2 else []
     return within[:MAX_LINKS] + across[:MAX_LINKS]
 
 
-def _measure(one: int, other: int, launched: Launched, ranks: tuple[Rank, ...]) -> Link:
+def _measure_link(first: int, second: int, launched: Launched, ranks: tuple[Rank, ...]) -> Link:
     """Collective. Measure the link of two ranks, while the others wait; return it on every rank."""
-    mine: tuple[float, float] | None = None
-    if launched.rank in (one, other):
-        peer, begins = (other, True) if launched.rank == one else (one, False)
-        latency = statistics.median(_round_trip(peer, begins, 8, 8) for _ in range(PINGS)) / 2
-        seconds = statistics.median(_round_trip(peer, begins, TRANSFER_BYTES, 8) for _ in range(TRANSFERS))
-        mine = (latency, TRANSFER_BYTES / max(seconds - latency, 1e-9))
-    latency, speed = _gathered(mine, launched)[one]
-    return Link(one, other, ranks[one].node != ranks[other].node, latency, speed)
+    measured: tuple[float, float] | None = None
+    if launched.rank in (first, second):
+        peer, begins = (second, True) if launched.rank == first else (first, False)
+        latency = statistics.median(_round_trip(peer, begins, 8) for _ in range(PINGS)) / 2
+        seconds = statistics.median(_round_trip(peer, begins, TRANSFER_BYTES) for _ in range(TRANSFERS))
+        measured = (latency, TRANSFER_BYTES / max(seconds - latency, 1e-9))
+    latency, speed = _gather(measured)[first]
+    return Link(first, second, ranks[first].node != ranks[second].node, latency, speed)
 
 
-def _round_trip(peer: int, begins: bool, there: int, back: int) -> float:
-    """Return the seconds to send `there` bytes to a peer and receive `back` bytes from it."""
-    sent, received = torch.zeros(there, dtype=torch.uint8), torch.zeros(back, dtype=torch.uint8)
+def _round_trip(peer: int, begins: bool, num_bytes: int) -> float:
+    """Return the seconds to send bytes to a peer, and 8 bytes back."""
+    sent, received = torch.zeros(num_bytes, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
     began = time.perf_counter()
     if begins:
         dist.send(sent, peer)
@@ -191,3 +193,150 @@ def _round_trip(peer: int, begins: bool, there: int, back: int) -> float:
         dist.recv(sent, peer)
         dist.send(received, peer)
     return time.perf_counter() - began
+
+
+MIN_OPEN_FILES = 4096
+MIN_SHARED_MEMORY_BYTES = 1 << 30
+MAX_SKEW_SECONDS = 1.0
+MIN_CROSS_NODE_SPEED = 125e6
+"""In bytes per second: a gigabit link."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that stops the job, or slows it down."""
+
+    kind: Literal["error", "warning"]
+    description: str
+    advice: str
+
+
+def find_problems(findings: Findings) -> list[Problem]:
+    """Return the problems, errors first."""
+    parts = (_version_problems, _folder_problems, _machine_problems, _link_problems)
+    problems = itertools.chain.from_iterable(find(findings) for find in parts)
+    return sorted(problems, key=lambda problem: problem.kind)
+
+
+def _version_problems(findings: Findings) -> Iterable[Problem]:
+    ranks = findings.ranks
+    for problem in dict.fromkeys(rank.versions_problem for rank in ranks if rank.versions_problem):
+        affected = _list_ranks(rank for rank in ranks if rank.versions_problem == problem)
+        yield Problem("error", f"{affected}: {problem}", "Install matching versions: docs/installing.md.")
+    versions = {(rank.versions, rank.python.rpartition(".")[0]) for rank in ranks}
+    if len(versions) > 1:
+        different = "; ".join(sorted(f"{having}, Python {python}" for having, python in versions))
+        yield Problem("error", f"ranks have different versions: {different}.", "Use one environment on all nodes.")
+
+
+def _folder_problems(findings: Findings) -> Iterable[Problem]:
+    if blind := [rank for rank in findings.ranks if not rank.sees_folder]:
+        yield Problem(
+            "error",
+            f"{_list_ranks(blind)} do not see what rank 0 wrote into {findings.folder}.",
+            "Checkpoints need a file system that all ranks share: pass a folder on it as --folder here, and as "
+            "default_root_dir in training.",
+        )
+
+
+def _machine_problems(findings: Findings) -> Iterable[Problem]:
+    ranks = findings.ranks
+    for node in sorted({rank.node for rank in ranks}):
+        node_ranks = [rank for rank in ranks if rank.node == node]
+        devices, cpus = max(len(rank.devices) for rank in node_ranks), max(rank.cpus for rank in node_ranks)
+        num_ranks, host = len(node_ranks), node_ranks[0].host
+        # A rank that was bound to one GPU or CPU sees only this one: ranks that see the same ones share them.
+        if devices and num_ranks > sum(len(rank.devices) for rank in node_ranks):
+            yield Problem("error", f"{host} has {num_ranks} ranks and {devices} GPUs.", "Start one per GPU.")
+        if cpus < num_ranks and all(rank.cpus == cpus for rank in node_ranks):
+            yield Problem(
+                "warning",
+                f"{host} has {num_ranks} ranks on {cpus} CPUs.",
+                "Ask for more: --cpus-per-task.",
+            )
+    if few := [rank for rank in ranks if rank.open_files < MIN_OPEN_FILES]:
+        lowest = min(rank.open_files for rank in few)
+        yield Problem(
+            "warning",
+            f"{_list_ranks(few)} may have {lowest} files open.",
+            f"Workers of dataloaders need many: ulimit -n {MIN_OPEN_FILES}.",
+        )
+    if full := [rank for rank in ranks if rank.shared_memory_bytes < MIN_SHARED_MEMORY_BYTES]:
+        lowest = min(rank.shared_memory_bytes for rank in full)
+        yield Problem(
+            "warning",
+            f"{_list_ranks(full)} have {decimal(lowest)} free in {SHARED_MEMORY}.",
+            "Workers of dataloaders put batches there: enlarge it (docker run --shm-size), or use num_workers=0.",
+        )
+    skew = min(max(times) - min(times) for times in zip(*(rank.clocks for rank in ranks), strict=True))
+    if skew > MAX_SKEW_SECONDS:
+        yield Problem(
+            "warning",
+            f"clocks differ by {skew:.1f} s.",
+            "Times in logs will not match: check the time service (chrony, ntpd).",
+        )
+
+
+def _link_problems(findings: Findings) -> Iterable[Problem]:
+    for link in findings.links:
+        if link.across_nodes and link.bytes_per_second < MIN_CROSS_NODE_SPEED:
+            first_rank, second_rank = findings.ranks[link.first], findings.ranks[link.second]
+            yield Problem(
+                "warning",
+                f"{_format_speed(link)} between {first_rank.host} and {second_rank.host}, less than a gigabit link.",
+                "Exchanges will take most of the time: set GLOO_SOCKET_IFNAME, or NCCL_SOCKET_IFNAME, to the fast "
+                "network.",
+            )
+
+
+def as_json(findings: Findings, problems: list[Problem]) -> dict[str, Any]:
+    """Return findings and problems in JSON's types."""
+    return {**asdict(findings), "problems": [asdict(problem) for problem in problems]}
+
+
+def print_diagnosis(findings: Findings, problems: list[Problem], console: Console) -> None:
+    """Print the ranks by node, the links, and the problems."""
+    total = f"{quantity(len(findings.ranks), 'rank')} on {quantity(findings.num_nodes, 'node')}"
+    console.print(f"{total}, started by {findings.started_by}")
+    console.print(f"with {findings.ranks[0].versions}, Python {findings.ranks[0].python}")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("node", "ranks", "GPUs", "CPUs", "memory", "open files", SHARED_MEMORY):
+        table.add_column(heading, justify="left" if heading in ("node", "ranks") else "right")
+    for node in sorted({rank.node for rank in findings.ranks}):
+        node_ranks = [rank for rank in findings.ranks if rank.node == node]
+        first_rank = node_ranks[0]
+        table.add_row(
+            first_rank.host,
+            format_ranks([rank.rank for rank in node_ranks]),
+            str(max(len(rank.devices) for rank in node_ranks)),
+            str(first_rank.cpus),
+            decimal(first_rank.memory_bytes),
+            str(min(rank.open_files for rank in node_ranks)),
+            decimal(first_rank.shared_memory_bytes),
+        )
+    console.print(table)
+    for across in (False, True):
+        if links := [link for link in findings.links if link.across_nodes == across]:
+            console.print(_describe_slowest(links, across))
+    for problem in problems:
+        console.print(f"{problem.kind}: {problem.description} {problem.advice}")
+    if not problems:
+        console.print("No problems found.")
+
+
+def _describe_slowest(links: list[Link], across: bool) -> str:
+    slowest = min(links, key=lambda link: link.bytes_per_second)
+    latency = max(link.latency_seconds for link in links)
+    place = "across nodes" if across else "within a node"
+    return (
+        f"{place}: at least {_format_speed(slowest)} (ranks {slowest.first} and {slowest.second}), at most "
+        f"{latency * 1e6:.0f} us, by gloo, {quantity(len(links), 'link')} measured"
+    )
+
+
+def _format_speed(link: Link) -> str:
+    return f"{decimal(int(link.bytes_per_second))}/s"
+
+
+def _list_ranks(ranks: Iterable[Rank]) -> str:
+    return shortened([f"rank {rank.rank} on {rank.host}" for rank in ranks], 4)

@@ -21,12 +21,12 @@ from lightning.fabric.plugins.environments import (
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_distrec.cluster.launched import Launched, by_open_mpi, by_torchrun, by_variables
-from lightning_distrec.cluster.slurm import by_srun, refuse_lone_script
+from lightning_distrec.cluster.launched import Launched, read_open_mpi, read_pytorchjob, read_torchrun
+from lightning_distrec.cluster.slurm import read_srun, refuse_lone_script
 from lightning_distrec.errors import ConfigError
 
 LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
-_found: list[Launched] = []
+_launched: list[Launched] = []
 
 
 def find_launched() -> Launched | None:
@@ -34,12 +34,13 @@ def find_launched() -> Launched | None:
 
     Cached: `Launched.publish` sets the variables that torch reads, after which the launchers look alike.
     """
-    if not _found:
-        for find in (by_torchrun, by_open_mpi, by_srun, by_variables):
+    if not _launched:
+        # torchrun and mpirun first: inside of a Slurm job their processes inherit Slurm's variables.
+        for find in (read_torchrun, read_open_mpi, read_srun, read_pytorchjob):
             if (launched := find(os.environ)) is not None:
-                _found.append(launched)
+                _launched.append(launched)
                 break
-    return _found[0] if _found else None
+    return _launched[0] if _launched else None
 
 
 def choose_environment() -> ClusterEnvironment:
@@ -50,6 +51,7 @@ def choose_environment() -> ClusterEnvironment:
     launched = find_launched()
     if launched is not None:
         return SlurmRanks(launched) if launched.is_step else LaunchedRanks(launched)
+    # After the launchers: torchrun and mpirun start ranks on several nodes without srun.
     refuse_lone_script(os.environ)
     kind = next((kind for kind in (LSFEnvironment, MPIEnvironment) if kind.detect()), LightningEnvironment)
     return kind()
@@ -86,6 +88,8 @@ class LaunchedRanks(ClusterEnvironment):
     def world_size(self) -> int:
         return self.launched.num_ranks
 
+    # Lightning sets the numbers that it has counted by the Trainer's devices and nodes; the launcher's stay.
+
     @override
     def set_world_size(self, size: int) -> None:
         pass
@@ -115,8 +119,11 @@ class SlurmRanks(LaunchedRanks, SLURMEnvironment):
     """The tasks of one Slurm step. A SLURMEnvironment, so that Lightning sees a Slurm job (its id, its signals)."""
 
     def __init__(self, launched: Launched, auto_requeue: bool = True, requeue_signal: Signals | None = None) -> None:
+        # Not by super(): LaunchedRanks takes other arguments.
         SLURMEnvironment.__init__(self, auto_requeue, requeue_signal)
         self.launched = launched
+
+    # Lightning's checks look at the job's variables, and warn of steps that are smaller. `check_numbers` knows better.
 
     @staticmethod
     @override
@@ -135,21 +142,20 @@ def check_numbers(launched: Launched, num_devices: int, num_available: int, num_
     num_devices: Trainer's. num_available: those that "auto" means. num_nodes: Trainer's; 1 is the default, and ignored.
     Raises ConfigError: the user set other numbers than the launcher started.
     """
-    here = launched.local_num_ranks
+    num_ranks, launcher = launched.local_num_ranks, launched.launcher
     if num_nodes not in (1, launched.num_nodes):
         raise ConfigError(
-            f"Trainer(num_nodes={num_nodes}), but {launched.by} started ranks on {launched.num_nodes} nodes. Leave "
+            f"Trainer(num_nodes={num_nodes}), but {launcher} started ranks on {launched.num_nodes} nodes. Leave "
             "num_nodes out: the launcher's own number counts."
         )
-    if num_devices not in (1, here, num_available):
+    if num_devices not in (1, num_ranks, num_available):
         raise ConfigError(
-            f"Trainer(devices={num_devices}), but {launched.by} started {here} ranks on node {launched.node}. Start as "
-            "many, or leave devices out: the launcher's own number counts."
+            f"Trainer(devices={num_devices}), but {launcher} started {num_ranks} ranks on node {launched.node}. Start "
+            "as many, or leave devices out: the launcher's own number counts."
         )
-    if num_devices > here and launched.rank == 0:
-        rank_zero_warn(
-            f"{launched.by} started {here} ranks on a node with {num_devices} devices: {num_devices - here} stay idle."
-        )
+    if num_devices > num_ranks and launched.rank == 0:
+        idle = num_devices - num_ranks
+        rank_zero_warn(f"{launcher} started {num_ranks} ranks on a node with {num_devices} devices: {idle} stay idle.")
 
 
 def publish_ranks(environment: ClusterEnvironment | None, ranks_on_node: int) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.distributed import Store
 
-from lightning_distrec.cluster.job_key import SET_IT, JobKey, key_by_offer
+from lightning_distrec.cluster.job_key import SET_IT, JobKey, find_key
 from lightning_distrec.errors import RendezvousError
 
 TRY_SECONDS = 2.0
@@ -48,9 +48,10 @@ def listen_at(host: str, port: int, one_node: bool) -> socket.socket:
             except OSError as error:
                 if error.errno != errno.EADDRNOTAVAIL:
                     raise
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=BACKLOG)
+    # None of the addresses is this machine's: others reach it by a translated one, in a container or a cloud.
+    dualstack = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dualstack else socket.AF_INET
+    return socket.create_server(("", port), family=family, dualstack_ipv6=dualstack, backlog=BACKLOG)
 
 
 @contextmanager
@@ -75,6 +76,7 @@ class _Server(socketserver.ThreadingTCPServer):
     ) -> None:
         self.identity, self.store_port, self.key = identity, store_port, key
         self._log, self._logged = log, set[str]()
+        # socketserver makes a socket in any case; this one has been bound and listens already.
         super().__init__(("", 0), _Answer, bind_and_activate=False)
         self.socket.close()
         self.socket = listener
@@ -93,12 +95,13 @@ class _Answer(socketserver.StreamRequestHandler):
     def handle(self) -> None:
         with suppress(OSError, ValueError):
             key, identity, nonce = self.server.key, self.server.identity, secrets.token_hex(16)
-            self._send({"nonce": nonce, "job": _digest(nonce, identity), "offer": key.offer})
+            # The digest shows those of the job that this is it, and shows others nothing, not even its identity.
+            self._send({"nonce": nonce, "job": _hash_identity(nonce, identity), "offer": key.offer})
             if (answer := self.rfile.readline(MAX_LINE_BYTES)).strip():
-                theirs = fields_of(answer)
-                if key.is_signed(theirs.get("proof"), "a rank", identity, nonce, theirs.get("nonce")):
+                answer_fields = parse_fields(answer)
+                if key.is_signed(answer_fields.get("proof"), "a rank", identity, nonce, answer_fields.get("nonce")):
                     port = self.server.store_port
-                    self._send({"port": port, "proof": key.sign("rank 0", identity, theirs["nonce"], port)})
+                    self._send({"port": port, "proof": key.sign("rank 0", identity, answer_fields["nonce"], port)})
                 else:
                     self.server.refuse(self.client_address[0].removeprefix("::ffff:"))
                     self._send({})
@@ -107,20 +110,21 @@ class _Answer(socketserver.StreamRequestHandler):
         self.wfile.write(json.dumps(fields).encode() + b"\n")
 
 
-def find_introduction(host: str, port: int, identity: str, given: Mapping[str, str]) -> int | None:
-    """Return the port of rank 0's store, if rank 0 of this job listens here. given: the environment.
+def find_introduction(host: str, port: int, identity: str, environ: Mapping[str, str]) -> int | None:
+    """Return the port of rank 0's store, if rank 0 of this job listens here. environ: the environment.
 
     Raises RendezvousError: rank 0 of this job listens here, and has another key.
     """
     with suppress(OSError, ValueError), socket.create_connection((host, port), TRY_SECONDS) as connection:
         lines = connection.makefile("rb")
-        first, nonce = fields_of(lines.readline(MAX_LINE_BYTES)), secrets.token_hex(16)
-        if first.get("job") != _digest(str(first.get("nonce")), identity):
+        first, nonce = parse_fields(lines.readline(MAX_LINE_BYTES)), secrets.token_hex(16)
+        # Another job's port, or another program's: the next port may be ours.
+        if first.get("job") != _hash_identity(str(first.get("nonce")), identity):
             return None
-        key = key_by_offer(str(first.get("offer")), given)
+        key = find_key(str(first.get("offer")), environ)
         proof = key.sign("a rank", identity, first["nonce"], nonce)
         connection.sendall(json.dumps({"nonce": nonce, "proof": proof}).encode() + b"\n")
-        second = fields_of(lines.readline(MAX_LINE_BYTES))
+        second = parse_fields(lines.readline(MAX_LINE_BYTES))
         if not key.is_signed(second.get("proof"), "rank 0", identity, nonce, second.get("port")):
             raise RendezvousError(
                 f"rank 0 at {host} does not have the key that this rank has from {key.origin}. {SET_IT}."
@@ -129,18 +133,18 @@ def find_introduction(host: str, port: int, identity: str, given: Mapping[str, s
     return None
 
 
-def _digest(nonce: str, identity: str) -> str:
+def _hash_identity(nonce: str, identity: str) -> str:
     """Return what distinguishes a job from others, for those who know its identity."""
     return hashlib.sha256(f"{nonce}\n{identity}".encode()).hexdigest()
 
 
-def fields_of(line: bytes) -> dict[str, Any]:
+def parse_fields(line: bytes) -> dict[str, Any]:
     """Return the fields of a line of JSON. Raises ValueError: it is none."""
-    found = json.loads(line)
-    return found if isinstance(found, dict) else {}
+    fields = json.loads(line)
+    return fields if isinstance(fields, dict) else {}
 
 
-def identity_of_attempt(identity: str, rank: int, store_of: Callable[[str], Store], pause: Callable[[], None]) -> str:
+def agree_on_attempt(identity: str, rank: int, store_of: Callable[[str], Store], pause: Callable[[], None]) -> str:
     """Return an identity that this attempt of the job alone has, where the launcher's store outlives attempts.
 
     torchrun counts restarts by node, and an agent that replaces a node begins at 0. So rank 0 draws an identity for
@@ -159,6 +163,7 @@ def identity_of_attempt(identity: str, rank: int, store_of: Callable[[str], Stor
         while not store.check([LATEST]):
             pause()
         attempt = store.get(LATEST).decode()
+        # A fresh nonce for each process: an answer that an earlier process got is still in the store.
         attempt_store = store_of(attempt)
         attempt_store.set(f"{HELLO}/{rank}", nonce)
         for _ in range(ANSWER_PAUSES):

@@ -19,7 +19,7 @@ SCHEDULED_PORT = 29500
 class Launched:
     """One process among those that were started together."""
 
-    by: str
+    launcher: str
     """Name of the launcher."""
     rank: int
     num_ranks: int
@@ -51,28 +51,28 @@ class Launched:
         )
 
 
-def by_torchrun(given: Mapping[str, str]) -> Launched | None:
+def read_torchrun(environ: Mapping[str, str]) -> Launched | None:
     """Return what torchrun (or anything on torch.distributed.elastic) passes, None if it did not start this process.
 
-    given: the environment's variables. Source: torch/distributed/elastic/agent/server/local_elastic_agent.py.
+    environ: of the environment. Source: torch/distributed/elastic/agent/server/local_elastic_agent.py.
     """
-    if "TORCHELASTIC_RUN_ID" not in given:
+    if "TORCHELASTIC_RUN_ID" not in environ:
         return None
-    attempt, run = given.get("TORCHELASTIC_RESTART_COUNT", "0"), given["TORCHELASTIC_RUN_ID"]
-    is_hosted = given.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
+    attempt, run = environ.get("TORCHELASTIC_RESTART_COUNT", "0"), environ["TORCHELASTIC_RUN_ID"]
+    is_hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
     return Launched(
-        by="torchrun",
-        rank=number(given, "RANK"),
-        num_ranks=number(given, "WORLD_SIZE"),
-        local_rank=number(given, "LOCAL_RANK"),
-        local_num_ranks=number(given, "LOCAL_WORLD_SIZE"),
-        node=number(given, "GROUP_RANK"),
-        num_nodes=number(given, "GROUP_WORLD_SIZE"),
+        launcher="torchrun",
+        rank=parse_number(environ, "RANK"),
+        num_ranks=parse_number(environ, "WORLD_SIZE"),
+        local_rank=parse_number(environ, "LOCAL_RANK"),
+        local_num_ranks=parse_number(environ, "LOCAL_WORLD_SIZE"),
+        node=parse_number(environ, "GROUP_RANK"),
+        num_nodes=parse_number(environ, "GROUP_WORLD_SIZE"),
         point=MeetingPoint(
-            given["MASTER_ADDR"],
-            (number(given, "MASTER_PORT"),),
+            environ["MASTER_ADDR"],
+            (parse_number(environ, "MASTER_PORT"),),
             # Nodes count attempts each for themselves: see introduction.py; without a shared store each has a port.
-            f"torchrun {run}" if is_hosted else f"torchrun {run} at {given['MASTER_PORT']}",
+            f"torchrun {run}" if is_hosted else f"torchrun {run} at {environ['MASTER_PORT']}",
             is_hosted=is_hosted,
         ),
         job="" if run == "none" else "torchrun-" + re.sub(r"\W", "_", run),  # "none": torchrun's default
@@ -80,64 +80,67 @@ def by_torchrun(given: Mapping[str, str]) -> Launched | None:
     )
 
 
-def by_open_mpi(given: Mapping[str, str]) -> Launched | None:
+def read_open_mpi(environ: Mapping[str, str]) -> Launched | None:
     """Return what Open MPI's mpirun passes, None if it did not start this process.
 
     mpirun does not pass nodes: they are counted as if all had as many ranks as this one, in order.
     Raises ConfigError: it started ranks on several nodes, and MASTER_ADDR is not set.
     Source: https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html
     """
-    if "OMPI_COMM_WORLD_SIZE" not in given:
+    if "OMPI_COMM_WORLD_SIZE" not in environ:
         return None
-    num_ranks, rank = number(given, "OMPI_COMM_WORLD_SIZE"), number(given, "OMPI_COMM_WORLD_RANK")
-    here = number(given, "OMPI_COMM_WORLD_LOCAL_SIZE")
-    host = given.get("MASTER_ADDR", "127.0.0.1" if here == num_ranks else "")
+    num_ranks, rank = parse_number(environ, "OMPI_COMM_WORLD_SIZE"), parse_number(environ, "OMPI_COMM_WORLD_RANK")
+    num_local_ranks = parse_number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    host = environ.get("MASTER_ADDR", "127.0.0.1" if num_local_ranks == num_ranks else "")
     if not host:
         raise ConfigError(
-            f"mpirun started {num_ranks} ranks, {here} of them here, and does not pass the address of rank 0. Set "
-            "MASTER_ADDR to the name of the first host: mpirun -x MASTER_ADDR=node1 ..."
+            f"mpirun started {num_ranks} ranks, {num_local_ranks} of them here, and does not pass the address of rank "
+            "0. Set MASTER_ADDR to the name of the first host: mpirun -x MASTER_ADDR=node1 ..."
         )
-    job = given.get("PMIX_NAMESPACE", given.get("OMPI_MCA_ess_base_jobid", ""))
+    job = environ.get("PMIX_NAMESPACE", environ.get("OMPI_MCA_ess_base_jobid", ""))
     return Launched(
-        by="mpirun",
+        launcher="mpirun",
         rank=rank,
         num_ranks=num_ranks,
-        local_rank=number(given, "OMPI_COMM_WORLD_LOCAL_RANK"),
-        local_num_ranks=here,
-        node=rank // here,
-        num_nodes=-(-num_ranks // here),
-        point=MeetingPoint(host, (int(given.get("MASTER_PORT", SCHEDULED_PORT)),), f"mpirun {job}"),
+        local_rank=parse_number(environ, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        local_num_ranks=num_local_ranks,
+        node=rank // num_local_ranks,
+        num_nodes=-(-num_ranks // num_local_ranks),
+        point=MeetingPoint(host, (int(environ.get("MASTER_PORT", SCHEDULED_PORT)),), f"mpirun {job}"),
     )
 
 
-def by_variables(given: Mapping[str, str]) -> Launched | None:
-    """Return what a Kubernetes PyTorchJob passes, None if these are not its variables.
+def read_pytorchjob(environ: Mapping[str, str]) -> Launched | None:
+    """Return what a Kubernetes PyTorchJob passes, None if these are not its environ.
 
     One process per pod, each with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and without LOCAL_RANK, which all
     launchers of several processes on a machine set. Source: pkg/controller.v1/pytorch/envvar.go of Kubeflow's training
     operator.
     """
-    if "LOCAL_RANK" in given or any(name not in given for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
+    # Lightning's own launcher sets these, with LOCAL_RANK.
+    if "LOCAL_RANK" in environ or any(
+        name not in environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    ):
         return None
-    rank, num_ranks = number(given, "RANK"), number(given, "WORLD_SIZE")
-    identity = f"variables {given['MASTER_ADDR']}:{given['MASTER_PORT']}"
+    rank, num_ranks = parse_number(environ, "RANK"), parse_number(environ, "WORLD_SIZE")
+    identity = f"environ {environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
     return Launched(
-        by="the variables RANK and WORLD_SIZE",
+        launcher="the variables RANK and WORLD_SIZE",
         rank=rank,
         num_ranks=num_ranks,
         local_rank=0,
         local_num_ranks=1,
         node=rank,
         num_nodes=num_ranks,
-        point=MeetingPoint(given["MASTER_ADDR"], (number(given, "MASTER_PORT"),), identity),
+        point=MeetingPoint(environ["MASTER_ADDR"], (parse_number(environ, "MASTER_PORT"),), identity),
     )
 
 
-def number(given: Mapping[str, str], name: str) -> int:
+def parse_number(environ: Mapping[str, str], name: str) -> int:
     """Return a variable's number. Raises ConfigError: it has none."""
     try:
-        return int(given[name])
+        return int(environ[name])
     except (KeyError, ValueError):
         raise ConfigError(
-            f"{name} is {given.get(name, 'not set')}: the launcher's other variables are set, so this must be a number."
+            f"{name} is {environ.get(name, 'not set')}: the launcher's other environ are set, so this must be a number."
         ) from None

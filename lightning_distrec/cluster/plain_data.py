@@ -29,52 +29,53 @@ SEQUENCES: dict[str, type[tuple[Any, ...]] | type[set[Any]] | type[frozenset[Any
 
 def to_bytes(value: Any) -> bytes:
     """Return a value as bytes. Raises TypeError: it holds something that cannot be sent."""
-    return json.dumps(_encoded(value), separators=(",", ":")).encode()
+    return json.dumps(_encode(value), separators=(",", ":")).encode()
 
 
 def from_bytes(data: bytes) -> Any:
     """Return the value that `to_bytes` was given. Raises ValueError: these are not bytes that it returns."""
     try:
-        return _decoded(json.loads(data))
+        return _decode(json.loads(data))
     except (KeyError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
         raise ValueError(f"not a value that a rank sends: {error}") from error
 
 
-def _encoded(value: Any) -> Any:
+def _encode(value: Any) -> Any:
     kind = type(value)
+    # By the exact type: a subclass, such as an enum of strings, would come back as something else.
     if value is None or kind in (bool, int, float, str):
         return value
     if kind is list:
-        return [_encoded(one) for one in value]
+        return [_encode(item) for item in value]
     if isinstance(value, Mapping):
-        return {TAG: "dict", "items": [[_encoded(key), _encoded(one)] for key, one in value.items()]}
+        return {TAG: "dict", "items": [[_encode(key), _encode(item)] for key, item in value.items()]}
     if isinstance(value, bytes):
         return {TAG: "bytes", "base64": base64.b64encode(value).decode()}
     if isinstance(value, Tensor):
         values = value.detach().cpu().contiguous()
         raw = values.reshape(-1).view(torch.uint8).numpy().tobytes() if values.numel() else b""
-        return {TAG: "tensor", "dtype": _name_of(value.dtype), "shape": list(value.shape), "values": _encoded(raw)}
+        return {TAG: "tensor", "dtype": _dtype_name(value.dtype), "shape": list(value.shape), "values": _encode(raw)}
     if isinstance(value, torch.dtype):
-        return {TAG: "dtype", "name": _name_of(value)}
+        return {TAG: "dtype", "name": _dtype_name(value)}
     if isinstance(value, torch.device):
         return {TAG: "device", "name": str(value)}
     if isinstance(value, Enum) and not isinstance(value, int | str):
         return {TAG: "enum", "class": _class_name(kind), "name": value.name}
     if dataclasses.is_dataclass(kind):
-        fields = {field.name: _encoded(getattr(value, field.name)) for field in dataclasses.fields(kind) if field.init}
+        fields = {field.name: _encode(getattr(value, field.name)) for field in dataclasses.fields(kind) if field.init}
         return {TAG: "dataclass", "class": _class_name(kind), "fields": fields}
-    return _encoded_library(value)
+    return _encode_library_value(value)
 
 
-def _encoded_library(value: Any) -> Any:
+def _encode_library_value(value: Any) -> Any:
     """Return a tuple, a set, a path or a value of numpy; its subclasses, such as torch.Size, lose their class."""
     for name, sequence in SEQUENCES.items():
         if isinstance(value, sequence):
-            return {TAG: name, "items": [_encoded(one) for one in value]}
+            return {TAG: name, "items": [_encode(item) for item in value]}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        return {TAG: "array", "dtype": value.dtype.str, "shape": list(value.shape), "values": _encoded(value.tobytes())}
+        return {TAG: "array", "dtype": value.dtype.str, "shape": list(value.shape), "values": _encode(value.tobytes())}
     if isinstance(value, np.generic):
-        return _encoded(value.item())
+        return _encode(value.item())
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
@@ -82,43 +83,43 @@ def _encoded_library(value: Any) -> Any:
     if isinstance(value, str | PurePath):
         return str(value)
     if isinstance(value, list):
-        return [_encoded(one) for one in value]
+        return [_encode(item) for item in value]
     raise TypeError(f"a {type(value).__name__} cannot be sent to other ranks")
 
 
-def _decoded(found: Any) -> Any:
-    if isinstance(found, list):
-        return [_decoded(one) for one in found]
-    if not isinstance(found, dict):
-        return found
-    kind = found[TAG]
+def _decode(data: Any) -> Any:
+    if isinstance(data, list):
+        return [_decode(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    kind = data[TAG]
     if kind == "dict":
-        return {_decoded(key): _decoded(one) for key, one in found["items"]}
+        return {_decode(key): _decode(item) for key, item in data["items"]}
     if kind in SEQUENCES:
-        return SEQUENCES[kind](_decoded(one) for one in found["items"])
+        return SEQUENCES[kind](_decode(item) for item in data["items"])
     if kind == "bytes":
-        return base64.b64decode(found["base64"])
+        return base64.b64decode(data["base64"])
     if kind == "tensor":
-        empty = torch.empty(found["shape"], dtype=_dtype(found["dtype"]))
-        raw = bytearray(_decoded(found["values"]))
+        empty = torch.empty(data["shape"], dtype=_find_dtype(data["dtype"]))
+        raw = bytearray(_decode(data["values"]))  # bytes are read-only, which torch warns of
         if len(raw) != empty.numel() * empty.element_size():
             raise ValueError("a tensor has other values than its shape says")
         return torch.frombuffer(raw, dtype=empty.dtype).reshape(empty.shape) if raw else empty
     if kind == "array":
-        dtype = np.dtype(found["dtype"])
+        dtype = np.dtype(data["dtype"])
         if dtype.kind not in "biuf":
             raise ValueError(f"an array of {dtype}")
-        return np.frombuffer(_decoded(found["values"]), dtype).reshape(found["shape"]).copy()
+        return np.frombuffer(_decode(data["values"]), dtype).reshape(data["shape"]).copy()
     if kind == "dtype":
-        return _dtype(found["name"])
+        return _find_dtype(data["name"])
     if kind == "device":
-        return torch.device(found["name"])
+        return torch.device(data["name"])
     if kind == "enum":
-        return _class(found["class"], Enum)[found["name"]]
+        return _find_class(data["class"], Enum)[data["name"]]
     if kind == "dataclass":
-        cls = _class(found["class"], object)
+        cls = _find_class(data["class"], object)
         names = {field.name for field in dataclasses.fields(cls) if field.init}
-        return cls(**{name: _decoded(one) for name, one in found["fields"].items() if name in names})
+        return cls(**{name: _decode(item) for name, item in data["fields"].items() if name in names})
     return _refuse(kind)
 
 
@@ -126,11 +127,11 @@ def _refuse(kind: object) -> NoReturn:
     raise ValueError(f"not a value that a rank sends: a {kind}")
 
 
-def _name_of(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _dtype(name: str) -> torch.dtype:
+def _find_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     return dtype if isinstance(dtype, torch.dtype) else _refuse(name)
 
@@ -141,10 +142,11 @@ def _class_name(cls: type) -> list[str]:
     return [cls.__module__, cls.__qualname__]
 
 
-def _class(name: list[str], base: type) -> Any:
+def _find_class(name: list[str], base: type) -> Any:
     """Return a dataclass or an enum of this package, where its module is loaded; nothing is imported."""
     module, qualified = name
     cls: Any = sys.modules[module] if module.partition(".")[0] == PACKAGE else _refuse(module)
+    # By vars and not getattr: names that a class inherits, or computes, lead out of the package.
     for word in qualified.split("."):
         cls = vars(cls)[word]
     is_ours = isinstance(cls, type) and cls.__module__ == module and cls.__qualname__ == qualified

@@ -12,7 +12,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol
@@ -22,14 +22,14 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from lightning_distrec.cluster.introduction import (
     LOOPBACK,
     TRY_SECONDS,
+    agree_on_attempt,
     answer,
-    fields_of,
     find_introduction,
-    identity_of_attempt,
     introduce,
     listen_at,
+    parse_fields,
 )
-from lightning_distrec.cluster.job_key import SET_IT, JobKey, key_by_offer, key_of_rank_0
+from lightning_distrec.cluster.job_key import SET_IT, JobKey, choose_key, find_key
 from lightning_distrec.errors import RendezvousError
 from lightning_distrec.units import shortened
 
@@ -89,32 +89,15 @@ def meet(
     Raises RendezvousError: not all ranks arrived within `timeout_seconds`, their numbers differ, one does not have the
     key of the job, or no port is free.
     """
-    waiting = _Waiting(timeout_seconds, log)
-    timeout = timedelta(seconds=timeout_seconds)
+    meeting = _Meeting(point, rank, num_ranks, nodes, watch, _Waiting(timeout_seconds, log))
     try:
-        if point.is_hosted:
-            what = f"waiting for rank 0 in the store at {point.host}"
-            identity = identity_of_attempt(
-                point.identity,
-                rank,
-                lambda identity: _find(replace(point, identity=identity), waiting, timeout),
-                lambda: waiting.pause(lambda: what),
-            )
-            point = replace(point, identity=identity)
-        if rank == 0:
-            key = key_of_rank_0(os.environ)
-            with _host(point, key, waiting, timeout) as store:
-                _gather(store, point, num_ranks, waiting, nodes, key, watch)
-        else:
-            store = _find(point, waiting, timeout)
-            _arrive(store, point, rank, num_ranks, waiting, watch)
+        return meeting.meet()
     except RuntimeError as error:  # what torch raises when the other side is gone
         if isinstance(error, RendezvousError):
             raise
         raise RendezvousError(
             f"rank 0 at {point.host} ended before all ranks had arrived. Its own output says why."
         ) from error
-    return store
 
 
 def name_in_store(point: MeetingPoint, rank: int) -> str:
@@ -133,43 +116,176 @@ class _Waiting:
 
     def __init__(self, timeout_seconds: float, log: Callable[[str], None]) -> None:
         self._begin = time.monotonic()
-        self._timeout = timeout_seconds
+        self.timeout = timedelta(seconds=timeout_seconds)
         self.log = log
         self._log_at = LOG_AFTER_SECONDS
 
-    def pause(self, what: Callable[[], str], logs: bool = True) -> None:
-        """Pause. what: returns what the rank waits for. Raises RendezvousError: the timeout is over."""
-        waited = time.monotonic() - self._begin
-        if waited > self._timeout:
-            raise RendezvousError(f"{what()}: not within timeout_seconds={self._timeout:g}.")
-        if logs and waited > self._log_at:
-            self.log(f"{what()}, after {waited:.0f} s of {self._timeout:g}.")
+    def pause(self, pending: str | Callable[[], str], logs: bool = True) -> None:
+        """Pause. pending: what the rank waits for. Raises RendezvousError: the timeout is over."""
+        waited, limit = time.monotonic() - self._begin, self.timeout.total_seconds()
+        is_over = waited > limit
+        if is_over or (logs and waited > self._log_at):
+            text = pending if isinstance(pending, str) else pending()
+            if is_over:
+                raise RendezvousError(f"{text}: not within timeout_seconds={limit:g}.")
+            self.log(f"{text}, after {waited:.0f} s of {limit:g}.")
             self._log_at = 2 * waited
         time.sleep(PAUSE_SECONDS)
 
 
-def _host(point: MeetingPoint, key: JobKey, waiting: _Waiting, timeout: timedelta) -> AbstractContextManager[Store]:
-    """Yield rank 0's store: its own, while it answers to the other ranks, or the launcher's."""
-    return nullcontext(_find(point, waiting, timeout)) if point.is_hosted else _listen(point, key, waiting, timeout)
+@dataclass
+class _Meeting:
+    """One rank's side of a rendezvous."""
+
+    point: MeetingPoint
+    rank: int
+    num_ranks: int
+    nodes: Sequence[str]
+    watch: Watch
+    waiting: _Waiting
+
+    def meet(self) -> Store:
+        """Return the store, once all ranks have arrived."""
+        if self.point.is_hosted:
+            identity = agree_on_attempt(
+                self.point.identity,
+                self.rank,
+                lambda identity: self._find_store(replace(self.point, identity=identity)),
+                lambda: self.waiting.pause(f"waiting for rank 0 in the store at {self.point.host}"),
+            )
+            self.point = replace(self.point, identity=identity)
+        if self.rank:
+            store = self._find_store(self.point)
+            self._arrive(store)
+            return store
+        key = choose_key(os.environ)
+        # The launcher's store, or one of its own while rank 0 answers to the other ranks.
+        host = nullcontext(self._find_store(self.point)) if self.point.is_hosted else self._listen(key)
+        with host as store:
+            self._gather(store, key)
+        return store
+
+    @contextmanager
+    def _listen(self, key: JobKey) -> Iterator[Store]:
+        point, timeout = self.point, self.waiting.timeout
+        store_listener = listen_at(point.host, 0, point.one_node)
+        host, store_port = store_listener.getsockname()[:2]
+        server = TCPStore(
+            LOOPBACK if host in ("0.0.0.0", "::") else host,
+            store_port,
+            is_master=True,
+            wait_for_workers=False,  # the ranks that come are checked below, by their keys
+            timeout=timeout,
+            master_listen_fd=store_listener.detach(),
+        )
+        with introduce(_listen_at_free_port(point), point.identity, store_port, key, self.waiting.log):
+            yield PrefixStore(point.identity, server)
+
+    def _find_store(self, point: MeetingPoint) -> Store:
+        """Return the store of rank 0, or of the launcher, once it is there."""
+        num_others = len(point.ports) - 1
+        ports = f"{point.ports[0]} and {num_others} others" if num_others else str(point.ports[0])
+        while True:
+            for port in point.ports:
+                if point.is_hosted:
+                    store_port = port if _is_reachable(point.host, port) else None
+                else:
+                    store_port = find_introduction(point.host, port, point.identity, os.environ)
+                if store_port is not None:
+                    client = TCPStore(point.host, store_port, is_master=False, timeout=self.waiting.timeout)
+                    return PrefixStore(point.identity, client)
+            if point.launcher_pid not in (None, os.getppid()):
+                raise RendezvousError(
+                    "the process that has started this rank (rank 0) is gone. Its own output says why."
+                )
+            self.waiting.pause(f"waiting for rank 0 at {point.host}, port {ports}{point.hint}")
+
+    def _gather(self, store: Store, key: JobKey) -> None:
+        """Wait for all ranks, and write into the store that all have arrived, or why not."""
+        point, num_ranks = self.point, self.num_ranks
+        nonce = secrets.token_hex(16)
+        # Before the challenge: a rank that has read it is watched, however it ends.
+        port = self.watch(0, key.sign("watch", point.identity, nonce))
+        store.set(CHALLENGE, json.dumps({"nonce": nonce, "offer": key.offer, "watch": port}))
+        missing = set(range(1, num_ranks))
+
+        def describe_missing() -> str:
+            names = [f"rank {rank} on {self.nodes[rank]}" if self.nodes else f"rank {rank}" for rank in sorted(missing)]
+            hint = point.hint if len(missing) == num_ranks - 1 else ""
+            arrived = f"{num_ranks - len(missing)} of {num_ranks} ranks arrived at {point.host}"
+            report = f"{arrived}; waiting for {shortened(names, 8)}{hint}"
+            store.set(MISSING, report)
+            return report
+
+        try:
+            while missing:
+                if point.is_hosted:
+                    answer(store, missing)
+                arrived = [rank for rank in missing if store.check([f"{ARRIVED}/{rank}"])]
+                for rank in arrived:
+                    rank_nonce = self._check_arrived(store, rank, key, nonce)
+                    store.set(f"{COMPLETE}/{rank}/proof", key.sign("complete", point.identity, nonce, rank, rank_nonce))
+                missing -= set(arrived)
+                if missing:
+                    self.waiting.pause(describe_missing)
+        except RendezvousError as failure:
+            store.set(FAILED, str(failure))
+            for _ in range(FAREWELL_PAUSES):  # rank 0's own store ends with this process
+                if point.is_hosted:
+                    answer(store, range(1, num_ranks))
+                time.sleep(PAUSE_SECONDS)
+            raise
+        store.set(COMPLETE, "")
+
+    def _check_arrived(self, store: Store, rank: int, key: JobKey, nonce: str) -> str:
+        """Return what a rank that has arrived has drawn. Raises RendezvousError: it is not of this job."""
+        fields = _parse_stored(store.get(f"{ARRIVED}/{rank}"))
+        number, drawn = fields.get("num_ranks"), fields.get("nonce")
+        if not key.is_signed(fields.get("proof"), "arrived", self.point.identity, nonce, rank, number, drawn):
+            raise RendezvousError(
+                f"rank {rank} does not have the key of this job, which rank 0 has from {key.origin}. {SET_IT}."
+            )
+        if number != self.num_ranks:
+            raise RendezvousError(
+                f"rank 0 expects {self.num_ranks} ranks, and rank {rank} expects {number}: start all with one number."
+            )
+        return str(drawn)
+
+    def _arrive(self, store: Store) -> None:
+        """Prove to rank 0 that this rank is of the job, and wait for the other ranks."""
+        rank, identity = self.rank, self.point.identity
+        while not store.check([CHALLENGE]):
+            self.waiting.pause(f"waiting for rank 0 in the store at {self.point.host}")
+        challenge, rank_nonce = _parse_stored(store.get(CHALLENGE)), secrets.token_hex(16)
+        nonce = str(challenge.get("nonce"))
+        try:
+            key = find_key(str(challenge.get("offer")), os.environ)
+        except RendezvousError:
+            store.set(f"{ARRIVED}/{rank}", "{}")  # without a proof: rank 0 names this rank to all
+            raise
+        proof = key.sign("arrived", identity, nonce, rank, self.num_ranks, rank_nonce)
+        store.set(f"{ARRIVED}/{rank}", json.dumps({"num_ranks": self.num_ranks, "nonce": rank_nonce, "proof": proof}))
+        self.watch(int(challenge.get("watch", 0)), key.sign("watch", identity, nonce))
+        _wait_for_all(store, self.waiting)
+        # Only now: rank 0 has signed what this rank drew, so that it is no other process that answered for it.
+        proof = store.get(f"{COMPLETE}/{rank}/proof").decode()
+        if not key.is_signed(proof, "complete", identity, nonce, rank, rank_nonce):
+            raise RendezvousError(
+                f"whoever answers for rank 0 does not have the key of this job ({key.origin}). {SET_IT}."
+            )
 
 
-@contextmanager
-def _listen(point: MeetingPoint, key: JobKey, waiting: _Waiting, timeout: timedelta) -> Iterator[Store]:
-    of_store = listen_at(point.host, 0, point.one_node)
-    own_host, store_port = of_store.getsockname()[:2]
-    server = TCPStore(
-        LOOPBACK if own_host in ("0.0.0.0", "::") else own_host,
-        store_port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timeout,
-        master_listen_fd=of_store.detach(),
-    )
-    with introduce(_at_a_free_port(point), point.identity, store_port, key, waiting.log):
-        yield PrefixStore(point.identity, server)
+def _wait_for_all(store: Store, waiting: _Waiting) -> None:
+    def describe_missing() -> str:
+        return store.get(MISSING).decode() if store.check([MISSING]) else "waiting for the other ranks"
+
+    while not store.check([COMPLETE]):
+        if store.check([FAILED]):
+            raise RendezvousError(store.get(FAILED).decode())
+        waiting.pause(describe_missing, logs=False)  # rank 0 logs it for all
 
 
-def _at_a_free_port(point: MeetingPoint) -> socket.socket:
+def _listen_at_free_port(point: MeetingPoint) -> socket.socket:
     for port in point.ports:
         try:
             return listen_at(point.host, port, point.one_node)
@@ -182,126 +298,14 @@ def _at_a_free_port(point: MeetingPoint) -> socket.socket:
     )
 
 
-def _find(point: MeetingPoint, waiting: _Waiting, timeout: timedelta) -> Store:
-    """Return the store of rank 0, or of the launcher, once it is there."""
-    while True:
-        for port in point.ports:
-            if point.is_hosted:
-                store_port = _reachable(point.host, port)
-            else:
-                store_port = find_introduction(point.host, port, point.identity, os.environ)
-            if store_port is not None:
-                client = TCPStore(point.host, store_port, is_master=False, timeout=timeout)
-                return PrefixStore(point.identity, client)
-        if point.launcher_pid not in (None, os.getppid()):
-            raise RendezvousError("the process that has started this rank (rank 0) is gone. Its own output says why.")
-        waiting.pause(lambda: f"waiting for rank 0 at {point.host}, port {_ports_in_words(point.ports)}{point.hint}")
-
-
-def _reachable(host: str, port: int) -> int | None:
+def _is_reachable(host: str, port: int) -> bool:
     with suppress(OSError), socket.create_connection((host, port), TRY_SECONDS):
-        return port
-    return None
+        return True
+    return False
 
 
-def _gather(
-    store: Store,
-    point: MeetingPoint,
-    num_ranks: int,
-    waiting: _Waiting,
-    nodes: Sequence[str],
-    key: JobKey,
-    watch: Watch,
-) -> None:
-    """Wait for all ranks, and write into the store that all have arrived, or why not."""
-    nonce = secrets.token_hex(16)
-    port = watch(0, key.sign("watch", point.identity, nonce))
-    store.set(CHALLENGE, json.dumps({"nonce": nonce, "offer": key.offer, "watch": port}))
-    missing = set(range(1, num_ranks))
-
-    def what() -> str:
-        arrived = f"{num_ranks - len(missing)} of {num_ranks} ranks arrived at {point.host}"
-        hint = point.hint if len(missing) == num_ranks - 1 else ""
-        report = f"{arrived}; waiting for {_named(sorted(missing), nodes)}{hint}"
-        store.set(MISSING, report)
-        return report
-
-    try:
-        while missing:
-            if point.is_hosted:
-                answer(store, missing)
-            arrived = [rank for rank in missing if store.check([f"{ARRIVED}/{rank}"])]
-            for rank in arrived:
-                theirs = _check_arrived(store, point, rank, num_ranks, key, nonce)
-                store.set(f"{COMPLETE}/{rank}/proof", key.sign("complete", point.identity, nonce, rank, theirs))
-            missing -= set(arrived)
-            if missing:
-                waiting.pause(what)
-    except RendezvousError as failure:
-        store.set(FAILED, str(failure))
-        for _ in range(FAREWELL_PAUSES):  # rank 0's own store ends with this process
-            if point.is_hosted:
-                answer(store, range(1, num_ranks))
-            time.sleep(PAUSE_SECONDS)
-        raise
-    store.set(COMPLETE, "")
-
-
-def _check_arrived(store: Store, point: MeetingPoint, rank: int, num_ranks: int, key: JobKey, nonce: str) -> str:
-    """Return what a rank that has arrived has drawn. Raises RendezvousError: it is not of this job."""
-    theirs = _fields(store.get(f"{ARRIVED}/{rank}"))
-    number, drawn = theirs.get("num_ranks"), theirs.get("nonce")
-    if not key.is_signed(theirs.get("proof"), "arrived", point.identity, nonce, rank, number, drawn):
-        raise RendezvousError(
-            f"rank {rank} does not have the key of this job, which rank 0 has from {key.origin}. {SET_IT}."
-        )
-    if number != num_ranks:
-        raise RendezvousError(
-            f"rank 0 expects {num_ranks} ranks, and rank {rank} expects {number}: start all with one number."
-        )
-    return str(drawn)
-
-
-def _arrive(store: Store, point: MeetingPoint, rank: int, num_ranks: int, waiting: _Waiting, watch: Watch) -> None:
-    """Prove to rank 0 that this rank is of the job, and wait for the other ranks."""
-    while not store.check([CHALLENGE]):
-        waiting.pause(lambda: f"waiting for rank 0 in the store at {point.host}")
-    challenge, own = _fields(store.get(CHALLENGE)), secrets.token_hex(16)
-    nonce = str(challenge.get("nonce"))
-    try:
-        key = key_by_offer(str(challenge.get("offer")), os.environ)
-    except RendezvousError:
-        store.set(f"{ARRIVED}/{rank}", "{}")  # without a proof: rank 0 names this rank to all
-        raise
-    proof = key.sign("arrived", point.identity, nonce, rank, num_ranks, own)
-    store.set(f"{ARRIVED}/{rank}", json.dumps({"num_ranks": num_ranks, "nonce": own, "proof": proof}))
-    watch(int(challenge.get("watch", 0)), key.sign("watch", point.identity, nonce))
-    _wait_for_the_others(store, waiting)
-    if not key.is_signed(store.get(f"{COMPLETE}/{rank}/proof").decode(), "complete", point.identity, nonce, rank, own):
-        raise RendezvousError(f"whoever answers for rank 0 does not have the key of this job ({key.origin}). {SET_IT}.")
-
-
-def _wait_for_the_others(store: Store, waiting: _Waiting) -> None:
-    def what() -> str:
-        return store.get(MISSING).decode() if store.check([MISSING]) else "waiting for the other ranks"
-
-    while not store.check([COMPLETE]):
-        if store.check([FAILED]):
-            raise RendezvousError(store.get(FAILED).decode())
-        waiting.pause(what, logs=False)  # rank 0 logs it for all
-
-
-def _fields(text: bytes) -> Mapping[str, Any]:
+def _parse_stored(text: bytes) -> Mapping[str, Any]:
     """Return what a rank has written into the store; nothing, where it is not of ours."""
     with suppress(ValueError):
-        return fields_of(text)
+        return parse_fields(text)
     return {}
-
-
-def _ports_in_words(ports: tuple[int, ...]) -> str:
-    return str(ports[0]) if len(ports) == 1 else f"{ports[0]} and {len(ports) - 1} others"
-
-
-def _named(ranks: Sequence[int], nodes: Sequence[str]) -> str:
-    """Return ranks by number and machine, the first few of them."""
-    return shortened([f"rank {rank} on {nodes[rank]}" if nodes else f"rank {rank}" for rank in ranks], 8)

@@ -1,14 +1,14 @@
 """What Slurm passes to each task of a step: its rank, its node, and where rank 0 is."""
 
+import itertools
 import os
 import re
 import socket
 import subprocess
 import zlib
 from collections.abc import Mapping
-from itertools import zip_longest
 
-from lightning_distrec.cluster.launched import Launched, number
+from lightning_distrec.cluster.launched import Launched, parse_number
 from lightning_distrec.cluster.rendezvous import MeetingPoint
 from lightning_distrec.errors import ConfigError
 
@@ -26,55 +26,58 @@ FIRST_PORT, NUM_PORTS, NUM_TRIES = 20_000, 10_000, 8
 SCONTROL_SECONDS = 30.0
 
 
-def by_srun(given: Mapping[str, str]) -> Launched | None:
+def read_srun(environ: Mapping[str, str]) -> Launched | None:
     """Return what Slurm passes to a task that srun started, None for a script or a shell, for example.
 
-    given: the environment's variables. The step's own numbers count: it may be smaller than the job.
+    environ: the environment. The step's own numbers count: it may be smaller than the job.
     Raises ConfigError: the name of the first node cannot be resolved.
     """
-    if not in_step(given):
+    if not in_step(environ):
         return None
-    nodes = hosts(given["SLURM_STEP_NODELIST"])
-    per_node = counts(given["SLURM_STEP_TASKS_PER_NODE"])
-    node = number(given, "SLURM_NODEID")
-    by_rank = _nodes_by_rank(given, nodes, per_node)
+    nodes = expand_hosts(environ["SLURM_STEP_NODELIST"])
+    per_node = expand_counts(environ["SLURM_STEP_TASKS_PER_NODE"])
+    node = parse_number(environ, "SLURM_NODEID")
+    nodes_by_rank = _find_nodes_by_rank(environ, nodes, per_node)
+    # Clusters that share a file system count their jobs alike.
+    cluster = [re.sub(r"\W", "_", environ["SLURM_CLUSTER_NAME"])] if environ.get("SLURM_CLUSTER_NAME") else []
     return Launched(
-        by=f"Slurm, step {given['SLURM_JOB_ID']}.{given['SLURM_STEP_ID']}",
-        rank=number(given, "SLURM_PROCID"),
-        num_ranks=number(given, "SLURM_STEP_NUM_TASKS"),
-        local_rank=number(given, "SLURM_LOCALID"),
+        launcher=f"Slurm, step {environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}",
+        rank=parse_number(environ, "SLURM_PROCID"),
+        num_ranks=parse_number(environ, "SLURM_STEP_NUM_TASKS"),
+        local_rank=parse_number(environ, "SLURM_LOCALID"),
         local_num_ranks=per_node[node],
         node=node,
         num_nodes=len(per_node),
-        point=_meeting_point(given, by_rank, nodes),
+        point=_find_meeting_point(environ, nodes_by_rank, nodes),
         is_step=True,
-        job=f"slurm-{_name_of_cluster(given)}{given['SLURM_JOB_ID']}",
-        attempt=int(given.get("SLURM_RESTART_COUNT", "0")),
-        nodes=by_rank,
+        job="-".join(["slurm", *cluster, environ["SLURM_JOB_ID"]]),
+        attempt=int(environ.get("SLURM_RESTART_COUNT", "0")),
+        nodes=nodes_by_rank,
     )
 
 
-def in_step(given: Mapping[str, str]) -> bool:
+def in_step(environ: Mapping[str, str]) -> bool:
     """Whether srun started this process as a task of a step, and not as an interactive shell.
 
     A batch script that was submitted from inside of a step inherits that step's variables. Those that Slurm sets for
     every process, in a step or not, then differ from them.
     """
     needed = (*AS_THE_STEP.values(), "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_JOB_ID")
-    if any(name not in given for name in needed) or given["SLURM_STEP_ID"] in NO_STEPS:
+    if any(name not in environ for name in needed) or environ["SLURM_STEP_ID"] in NO_STEPS:
         return False
-    if any(given.get(name, given[of_step]) != given[of_step] for name, of_step in AS_THE_STEP.items()):
+    if any(environ.get(name, environ[step_name]) != environ[step_name] for name, step_name in AS_THE_STEP.items()):
         return False
-    if given["SLURM_STEP_NUM_TASKS"] == "1" and "SLURM_PTY_PORT" in given:
+    if environ["SLURM_STEP_NUM_TASKS"] == "1" and "SLURM_PTY_PORT" in environ:
         return False  # probably srun --pty bash; for a single rank it makes no difference
-    per_node, node = counts(given["SLURM_STEP_TASKS_PER_NODE"]), number(given, "SLURM_NODEID")
-    return "SLURM_GTIDS" not in given or len(given["SLURM_GTIDS"].split(",")) == per_node[node]
+    # A batch script has GTIDS of its own node's task alone, whatever it has inherited.
+    per_node, node = expand_counts(environ["SLURM_STEP_TASKS_PER_NODE"]), parse_number(environ, "SLURM_NODEID")
+    return "SLURM_GTIDS" not in environ or len(environ["SLURM_GTIDS"].split(",")) == per_node[node]
 
 
-def refuse_lone_script(given: Mapping[str, str]) -> None:
+def refuse_lone_script(environ: Mapping[str, str]) -> None:
     """Raise ConfigError where a job of several nodes runs its program on one of them, without srun."""
-    num_nodes = int(given.get("SLURM_NNODES", "1"))
-    if "SLURM_JOB_ID" in given and num_nodes > 1:
+    num_nodes = int(environ.get("SLURM_NNODES", "1"))
+    if "SLURM_JOB_ID" in environ and num_nodes > 1:
         raise ConfigError(
             f"Slurm gave this job {num_nodes} nodes, and this process was started on one of them alone. Start it with "
             "srun, as `srun python ...`; set the number of ranks per node with --ntasks-per-node when requesting the "
@@ -82,23 +85,23 @@ def refuse_lone_script(given: Mapping[str, str]) -> None:
         )
 
 
-def hosts(nodelist: str) -> list[str]:
+def expand_hosts(nodelist: str) -> list[str]:
     """Return the names in a list such as `rack[1-2]n[05-07],login`.
 
     Slurm's own scontrol expands it; where that is missing, the list is parsed here.
     """
     names = _scontrol("show", "hostnames", nodelist)
-    return names.split() if names else _expanded(nodelist)
+    return names.split() if names else _expand(nodelist)
 
 
-def counts(tasks_per_node: str) -> list[int]:
+def expand_counts(tasks_per_node: str) -> list[int]:
     """Return the numbers in Slurm's short form: `2(x3),1` is 2, 2, 2, 1."""
     numbers = []
     for word in tasks_per_node.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word)
-        if not found:
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word)
+        if not match:
             raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={tasks_per_node} cannot be parsed.")
-        numbers += [int(found[1])] * int(found[2] or 1)
+        numbers += [int(match[1])] * int(match[2] or 1)
     return numbers
 
 
@@ -116,67 +119,66 @@ def requeue() -> str:
     return f"scontrol requeue {job}: {done.stderr.strip()}" if done.returncode else ""
 
 
-def _name_of_cluster(given: Mapping[str, str]) -> str:
-    """Return a part of a job's name: clusters that share a file system count their jobs alike."""
-    name = re.sub(r"\W", "_", given.get("SLURM_CLUSTER_NAME", ""))
-    return f"{name}-" if name else ""
-
-
-def _nodes_by_rank(given: Mapping[str, str], nodes: list[str], per_node: list[int]) -> tuple[str, ...]:
+def _find_nodes_by_rank(environ: Mapping[str, str], nodes: list[str], per_node: list[int]) -> tuple[str, ...]:
     """Return the node of each rank; () where its order is not known."""
-    block = tuple(node for node, count in zip(nodes, per_node, strict=True) for _ in range(count))
-    rounds = zip_longest(*([node] * count for node, count in zip(nodes, per_node, strict=True)))
-    cyclic = tuple(node for of_round in rounds for node in of_round if node)
-    if given.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
-        return _arbitrary(given)
+    distribution = environ.get("SLURM_DISTRIBUTION", "")
+    if distribution.startswith("arbitrary"):
+        return _read_hostfile(environ)
+    tasks = [[node] * count for node, count in zip(nodes, per_node, strict=True)]
+    block = tuple(itertools.chain(*tasks))
+    cyclic = tuple(node for node in itertools.chain(*itertools.zip_longest(*tasks)) if node)
     # Slurm does not always name the distribution; the ranks of this node show which it is.
-    here = [rank for rank in given.get("SLURM_GTIDS", "").split(",") if rank]
-    for order in (cyclic, block) if given.get("SLURM_DISTRIBUTION", "").startswith("cyclic") else (block, cyclic):
-        mine = [str(rank) for rank, node in enumerate(order) if node == nodes[number(given, "SLURM_NODEID")]]
-        if not here or here == mine:
+    local_ranks = environ.get("SLURM_GTIDS", "")
+    local_node = nodes[parse_number(environ, "SLURM_NODEID")]
+    for order in (cyclic, block) if distribution.startswith("cyclic") else (block, cyclic):
+        expected_ranks = ",".join(str(rank) for rank, node in enumerate(order) if node == local_node)
+        if local_ranks in ("", expected_ranks):
             return order
     return ()
 
 
-def _arbitrary(given: Mapping[str, str]) -> tuple[str, ...]:
+def _read_hostfile(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the nodes in the order of SLURM_HOSTFILE."""
     try:
-        with open(given["SLURM_HOSTFILE"]) as file:
+        with open(environ["SLURM_HOSTFILE"]) as file:
             return tuple(re.split(r"[\s,]+", file.read().strip()))
     except (KeyError, OSError):
         return ()
 
 
-def _meeting_point(given: Mapping[str, str], by_rank: tuple[str, ...], nodes: list[str]) -> MeetingPoint:
+def _find_meeting_point(environ: Mapping[str, str], nodes_by_rank: tuple[str, ...], nodes: list[str]) -> MeetingPoint:
     # Steps of two components of a heterogeneous job may share their numbers, but not their nodes.
-    step = f"{given['SLURM_JOB_ID']}.{given['SLURM_STEP_ID']} on {given['SLURM_STEP_NODELIST']}"
-    identity = f"slurm {step} restart {given.get('SLURM_RESTART_COUNT', '0')}"
-    if not by_rank and given.get("SLURM_DISTRIBUTION", "").startswith("arbitrary") and "MASTER_ADDR" not in given:
+    step = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']} on {environ['SLURM_STEP_NODELIST']}"
+    identity = f"slurm {step} restart {environ.get('SLURM_RESTART_COUNT', '0')}"
+    is_arbitrary = environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary")
+    if not nodes_by_rank and is_arbitrary and "MASTER_ADDR" not in environ:
         raise ConfigError(
             "srun --distribution=arbitrary, and SLURM_HOSTFILE cannot be read here: the node of rank 0 is unknown. Set "
             "MASTER_ADDR to it, for all ranks."
         )
-    host = given.get("MASTER_ADDR") or _address(by_rank[0] if by_rank else nodes[0])
-    if "MASTER_PORT" in given:
-        return MeetingPoint(host, (number(given, "MASTER_PORT"),), identity)
+    host = environ.get("MASTER_ADDR") or _find_address(nodes_by_rank[0] if nodes_by_rank else nodes[0])
+    if "MASTER_PORT" in environ:
+        return MeetingPoint(host, (parse_number(environ, "MASTER_PORT"),), identity)
+    # All ranks compute the same ports, jobs that share a node begin at different ones, and 37 is no divisor of their
+    # number.
     begin = zlib.crc32(identity.encode())
     ports = tuple(FIRST_PORT + (begin + 37 * trial) % NUM_PORTS for trial in range(NUM_TRIES))
     return MeetingPoint(host, ports, identity)
 
 
-def _address(node: str) -> str:
+def _find_address(node: str) -> str:
     """Return a name or address by which `node` can be reached."""
     try:
         socket.getaddrinfo(node, None)
         return node
     except OSError:
-        found = re.search(r"NodeAddr=(\S+)", _scontrol("show", "node", "-o", node))
-    if not found:
+        match = re.search(r"NodeAddr=(\S+)", _scontrol("show", "node", "-o", node))
+    if not match:
         raise ConfigError(
             f"the name of the first node, {node}, cannot be resolved, and scontrol has no address for it. Set "
             "MASTER_ADDR, for all ranks, to an address that the other nodes can reach."
         )
-    return found[1]
+    return match[1]
 
 
 def _scontrol(*arguments: str) -> str:
@@ -187,20 +189,18 @@ def _scontrol(*arguments: str) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-def _expanded(nodelist: str) -> list[str]:
+def _expand(nodelist: str) -> list[str]:
     names = []
     for word in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
-        parts = re.split(r"\[([^\]]*)\]", word)
-        expanded = [parts[0]]
-        for ranges, rest in zip(parts[1::2], parts[2::2], strict=True):
-            expanded = [f"{head}{one}{rest}" for head in expanded for one in _numbers(ranges)]
-        names += expanded
+        parts = re.split(r"\[([^\]]*)\]", word)  # text and ranges in turns
+        choices = [_expand_ranges(part) if index % 2 else [part] for index, part in enumerate(parts)]
+        names += ["".join(choice) for choice in itertools.product(*choices)]
     return names
 
 
-def _numbers(ranges: str) -> list[str]:
-    found = []
+def _expand_ranges(ranges: str) -> list[str]:
+    numbers = []
     for word in ranges.split(","):
         first, _, last = word.partition("-")
-        found += [f"{value:0{len(first)}d}" for value in range(int(first), int(last or first) + 1)]
-    return found
+        numbers += [f"{value:0{len(first)}d}" for value in range(int(first), int(last or first) + 1)]
+    return numbers

@@ -45,9 +45,9 @@ def test_torchrun_starts_the_ranks_of_each_node(
     slurm: Slurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = ("--nodes=2", "--ranks-per-node=1", "--gpus=false", "--cpus-per-rank=2", "--time=10", "--launcher=torchrun")
-    more = ("--setup=export FROM_SETUP=1", "--sbatch=comment=from-sbatch", "--job-name=by-torchrun")
+    options = ("--setup=export FROM_SETUP=1", "--sbatch=comment=from-sbatch", "--job-name=by-torchrun")
     overrides = ("--", "--trainer.max_epochs=100000", f"--trainer.default_root_dir={tmp_path}")
-    assert _write(*sizes, *more, *overrides, folder=tmp_path) == 0
+    assert _write(*sizes, *options, *overrides, folder=tmp_path) == 0
     script = capsys.readouterr().out.replace("srun ", 'test "$FROM_SETUP" = 1; srun ')
     # This Slurm's nodes are one machine, and their names have no addresses.
     job = slurm.sbatch(script, env={"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"})
@@ -60,16 +60,16 @@ def test_torchrun_starts_the_ranks_of_each_node(
 def test_several_files_overrides_and_lines_of_the_site_are_in_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (more := tmp_path / "more.yaml").write_text("trainer: {num_nodes: 2}")
+    (second_config := tmp_path / "more.yaml").write_text("trainer: {num_nodes: 2}")
     sizes = ("--nodes=2", "--ranks-per-node=4", "--cpus-per-rank=3")
     site = ("--setup=module load cuda", "--setup=conda activate a", "--sbatch=qos=high", "--error=%x.err")
-    arguments = (*sizes, *site, "--launcher=torchrun", f"--config={more}", "--", "--trainer.max_epochs=3")
+    arguments = (*sizes, *site, "--launcher=torchrun", f"--config={second_config}", "--", "--trainer.max_epochs=3")
     assert _write(*arguments, folder=tmp_path) == 0
     script = capsys.readouterr().out
     for line in ("ntasks-per-node=1", "gpus-per-node=4", "cpus-per-task=12", "error=%x.err", "qos=high"):
         assert f"#SBATCH --{line}\n" in script
     assert script.index("module load cuda\nconda activate a\n") < script.index("doctor")
-    assert f"cpu.yaml' --config {more} --trainer.max_epochs=3\n" in script
+    assert f"cpu.yaml' --config {second_config} --trainer.max_epochs=3\n" in script
     assert script.count("--nnodes=2 --nproc-per-node=4 --max-restarts=3") == 2
     assert script.count('--rdzv-endpoint="$host" --rdzv-id="$attempt"') == 2
 
@@ -83,7 +83,7 @@ def test_what_is_asked_for_is_in_it(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--nodes=0", "--ranks-per-node=1"], "--nodes 0: must be at least 1."),
         (["--nodes=1", "--ranks-per-node=1", "--time=tomorrow"], "--time tomorrow: Slurm does not know it"),
@@ -92,7 +92,7 @@ def test_what_is_asked_for_is_in_it(tmp_path: Path, capsys: pytest.CaptureFixtur
     ],
 )
 def test_what_slurm_would_not_take_is_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert _write(*arguments, folder=tmp_path) == 2
-    assert f"lightning-distrec: {said}" in capsys.readouterr().err
+    assert f"lightning-distrec: {message}" in capsys.readouterr().err

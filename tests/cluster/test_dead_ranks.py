@@ -11,6 +11,7 @@ import pytest
 
 from lightning_distrec.errors import RankError
 from tests.support.faulty_script import fail_at_start, fit_and_validate, hang_at_exit
+from tests.support.hooks_that_raise import FAULTY, HOOKS, SAID, fit
 from tests.support.launches import ONE_THREAD
 from tests.support.parameters import slow_except
 from tests.support.processes import processes_with
@@ -27,8 +28,8 @@ def _fails(folder: Path, kind: str, **options: Any) -> dict[int, str]:
     with pytest.raises(RankFailed) as failed:
         run_on_ranks(_run, NUM_RANKS, kind, str(folder), options)
     deadline = time.monotonic() + FAREWELL_SECONDS
-    while left := processes_with("watchdog.monitor", str(folder)):
-        assert time.monotonic() < deadline, left
+    while processes := processes_with("watchdog_monitor", str(folder)):
+        assert time.monotonic() < deadline, processes
         time.sleep(0.1)
     assert "was not done" not in str(failed.value)
     return {r: words + (folder / f"{r}.out").read_text() for r, words in words_of_ranks(failed.value).items()}
@@ -51,16 +52,16 @@ def _run(kind: str, folder: str, options: dict[str, Any]) -> list[float]:
 
 @pytest.mark.parametrize("place", ["in a step", "in a checkpoint"])
 def test_a_rank_that_was_killed_is_named(tmp_path: Path, place: str) -> None:
-    said = _fails(tmp_path, f"kill {place}")
-    assert "exit code -9" in said[1]
-    assert GONE in said[0]
-    assert GONE in said[2]
+    output = _fails(tmp_path, f"kill {place}")
+    assert "exit code -9" in output[1]
+    assert GONE in output[0]
+    assert GONE in output[2]
 
 
 @pytest.mark.parametrize("place", slow_except(["in teardown"], ["in teardown", "at exit"]))
 def test_ranks_that_hang_on_their_way_out_are_ended_and_say_for_whom(tmp_path: Path, place: str) -> None:
-    said = _fails(tmp_path, f"kill in a step, then hang {place}", watchdog_seconds=3)
-    ended = [words for rank, words in said.items() if rank != 1 and "exit code -9" in words]
+    output = _fails(tmp_path, f"kill in a step, then hang {place}", watchdog_seconds=3)
+    ended = [words for rank, words in output.items() if rank != 1 and "exit code -9" in words]
     assert ended, "the one that is ended first frees the other"
     for words in ended:
         assert (
@@ -78,11 +79,11 @@ def test_ranks_that_hang_on_their_way_out_are_ended_and_say_for_whom(tmp_path: P
 )
 def test_a_rank_that_was_killed_while_ranks_meet_is_named_within_seconds(tmp_path: Path, moment: str) -> None:
     began = time.monotonic()
-    said = _fails(tmp_path, f"kill at start, {moment}", timeout_seconds=60)
+    output = _fails(tmp_path, f"kill at start, {moment}", timeout_seconds=60)
     assert time.monotonic() - began < 45
-    assert "exit code -9" in said[1]
-    assert GONE in said[0]
-    assert GONE in said[2]
+    assert "exit code -9" in output[1]
+    assert GONE in output[0]
+    assert GONE in output[2]
 
 
 def test_watchdog_processes_that_are_killed_are_started_again(tmp_path: Path) -> None:
@@ -90,16 +91,16 @@ def test_watchdog_processes_that_are_killed_are_started_again(tmp_path: Path) ->
     losses = run_on_ranks(_run, NUM_RANKS, "unwatch in a step", str(tmp_path), options)
     assert losses == run_on_ranks(_run, NUM_RANKS, "nothing", str(tmp_path / "other"), {"watchdog_seconds": 0})
     for rank in range(NUM_RANKS):
-        said = (tmp_path / f"{rank}.out").read_text()
-        assert f"[rank: {rank}] The process that watches over this rank ended by signal 9. Another one is" in said
+        output = (tmp_path / f"{rank}.out").read_text()
+        assert f"[rank: {rank}] The process that watches over this rank ended by signal 9. Another one is" in output
 
 
 @pytest.mark.parametrize("place", slow_except(["in a step"], ["in a step", "in a checkpoint"]))
 def test_a_rank_that_was_stopped_is_named_and_ended_like_the_others(tmp_path: Path, place: str) -> None:
-    said = _fails(tmp_path, f"stop {place}", watchdog_seconds=3)
-    assert "exit code -9" in said[1]
-    assert STOPPED in said[0]
-    assert STOPPED in said[2]
+    output = _fails(tmp_path, f"stop {place}", watchdog_seconds=3)
+    assert "exit code -9" in output[1]
+    assert STOPPED in output[0]
+    assert STOPPED in output[2]
 
 
 @pytest.mark.slow
@@ -110,48 +111,62 @@ def test_a_rank_that_holds_the_interpreter_is_waited_for(tmp_path: Path) -> None
 
 
 def test_a_failure_where_the_others_wait_for_something_else_is_named_with_its_message(tmp_path: Path) -> None:
-    said = _fails(tmp_path, "raise in a checkpoint")
-    assert "ValueError: a fault of this rank alone" in said[1]
+    output = _fails(tmp_path, "raise in a checkpoint")
+    assert "ValueError: a fault of this rank alone" in output[1]
     for rank in (0, 2):
-        assert "rank 1 failed: ValueError: a fault of this rank alone" in said[rank]
+        assert "rank 1 failed: ValueError: a fault of this rank alone" in output[rank]
 
 
 def test_a_rank_that_leaves_between_two_runs_is_missed_in_the_next(
     tmp_path: Path,
 ) -> None:
-    said = _fails(tmp_path, "exit between")
-    assert "SystemExit: 3" in said[1]
-    assert GONE in said[0]
-    assert GONE in said[2]
+    output = _fails(tmp_path, "exit between")
+    assert "SystemExit: 3" in output[1]
+    assert GONE in output[0]
+    assert GONE in output[2]
 
 
 def test_ranks_that_exchange_different_things_are_named_with_their_places(tmp_path: Path) -> None:
-    said = _fails(tmp_path, "collective in a step", timeout_seconds=6)
-    told = re.search(r"RankError: a collective failed. Where the ranks are: (.*)", "\n".join(said.values()))
-    assert told is not None, said
-    parted = told[1]
+    output = _fails(tmp_path, "collective in a step", timeout_seconds=6)
+    match = re.search(r"RankError: a collective failed. Where the ranks are: (.*)", "\n".join(output.values()))
+    assert match is not None, output
+    parted = match[1]
     pattern = r"rank 1: (?:has failed at )?train batch 3, exchanges [\d/]+/1, faulty_script.py:\d+ in _collective"
     assert re.search(pattern, parted), parted
     assert re.search(r"ranks? 0.*: (?:has failed at )?train batch [34], exchanges [\d/]+/0, ", parted), parted
 
 
 def test_a_signal_to_one_rank_ends_all_within_seconds(tmp_path: Path) -> None:
-    said = _fails(tmp_path, "term in a step")
+    output = _fails(tmp_path, "term in a step")
     ended = time.time()
-    assert all("Exception: 143" in words for words in said.values()), said
-    (at,) = re.findall(r"TERM ([\d.]+)", said[1])
-    assert ended - float(at) < 20  # one or two where nothing else runs
+    assert all("Exception: 143" in words for words in output.values()), output
+    (signal_time,) = re.findall(r"TERM ([\d.]+)", output[1])
+    assert ended - float(signal_time) < 20  # one or two where nothing else runs
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sync_interval", [1, 4])
 def test_a_dead_rank_or_a_signal_to_one_ends_the_groups_that_it_is_not_in(tmp_path: Path, sync_interval: int) -> None:
     groups = {"sharding_groups": {"size": 1, "sync_interval": sync_interval}}
-    said = _fails(tmp_path / "killed", "kill in a step", **groups)
-    assert GONE in said[0]
-    assert GONE in said[2]
-    said = _fails(tmp_path / "asked", "term in a step", **groups)
-    assert all("Exception: 143" in words for words in said.values()), said
+    output = _fails(tmp_path / "killed", "kill in a step", **groups)
+    assert GONE in output[0]
+    assert GONE in output[2]
+    output = _fails(tmp_path / "asked", "term in a step", **groups)
+    assert all("Exception: 143" in words for words in output.values()), output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hook", HOOKS)
+def test_an_exception_in_a_hook_of_one_rank_is_named_on_all(tmp_path: Path, hook: str) -> None:
+    with pytest.raises(RankFailed) as failed:
+        run_on_ranks(fit, NUM_RANKS, hook, str(tmp_path))
+    assert "was not done" not in str(failed.value)
+    words = words_of_ranks(failed.value)
+    assert words.keys() == set(range(NUM_RANKS))
+    for rank in words:
+        output = words[rank] + (tmp_path / f"{rank}.out").read_text()
+        expected = f"ValueError: {SAID}" if rank == FAULTY else rf"rank {FAULTY} failed"
+        assert re.search(expected, output), output[-2000:]
 
 
 @pytest.mark.slow

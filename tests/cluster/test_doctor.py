@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_distrec.cluster.diagnosis import problems_of
-from lightning_distrec.cluster.doctor import Findings, Link, Rank
+from lightning_distrec.cluster.doctor import Findings, Link, Rank, find_problems
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.slurm import Slurm
 
@@ -42,12 +41,12 @@ def test_ranks_of_a_step_measure_what_is_between_them(slurm: Slurm) -> None:
     arguments = ["--json", f"--folder={slurm.folder}"]
     done = slurm.srun(["-N2", "-n3"], [*DOCTOR, *arguments])
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert [(rank["rank"], rank["host"]) for rank in found["ranks"]] == [(0, "node1"), (1, "node1"), (2, "node2")]
-    assert all(rank["sees_folder"] for rank in found["ranks"])
-    links = [(link["one"], link["other"], link["across_nodes"]) for link in found["links"]]
+    report = json.loads(done.stdout)
+    assert [(rank["rank"], rank["host"]) for rank in report["ranks"]] == [(0, "node1"), (1, "node1"), (2, "node2")]
+    assert all(rank["sees_folder"] for rank in report["ranks"])
+    links = [(link["first"], link["second"], link["across_nodes"]) for link in report["links"]]
     assert links == [(0, 1, False), (0, 2, True)]
-    assert all(0 < link["latency_seconds"] < 0.1 and link["bytes_per_second"] > 1e6 for link in found["links"])
+    assert all(0 < link["latency_seconds"] < 0.1 and link["bytes_per_second"] > 1e6 for link in report["links"])
 
 
 @pytest.mark.slow
@@ -64,17 +63,17 @@ OTHER = replace(FINE, rank=1, node=1, host="b")
 LINK = Link(0, 1, True, 1e-5, 1e9)
 
 
-def _said(one: Rank = FINE, other: Rank = OTHER, link: Link = LINK) -> list[str]:
-    found = Findings("srun", 2, "/shared", (one, other), (link,))
-    return [f"{problem.kind}: {problem.what} {problem.advice}" for problem in problems_of(found)]
+def _describe_problems(rank: Rank = FINE, other: Rank = OTHER, link: Link = LINK) -> list[str]:
+    findings = Findings("srun", 2, "/shared", (rank, other), (link,))
+    return [f"{problem.kind}: {problem.description} {problem.advice}" for problem in find_problems(findings)]
 
 
 def test_nothing_is_reported_where_all_is_well() -> None:
-    assert _said() == []
+    assert _describe_problems() == []
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"sees_folder": False}, "error: rank 1 on b do not see what rank 0 wrote into /shared. Checkpoints need"),
         ({"versions": "torch 2.14"}, "error: ranks have different versions: torch 2.13, Python 3.11; torch 2.14"),
@@ -86,16 +85,16 @@ def test_nothing_is_reported_where_all_is_well() -> None:
         ({"clocks": (4.0, 4.5, 5.2)}, "warning: clocks differ by 2.2 s."),
     ],
 )
-def test_what_stands_in_the_way_is_reported_with_what_to_do(changes: dict, said: str) -> None:
-    (line,) = _said(other=replace(OTHER, **changes)) or [""]
-    assert line.startswith(said)
+def test_what_stands_in_the_way_is_reported_with_what_to_do(changes: dict, message: str) -> None:
+    (line,) = _describe_problems(other=replace(OTHER, **changes)) or [""]
+    assert line.startswith(message)
 
 
 def test_more_ranks_than_gpus_or_cpus_and_slow_links_are_reported() -> None:
-    one = replace(FINE, devices=("H200",), cpus=1)
-    assert _said(replace(one, devices=()), replace(one, rank=1, devices=("H200",)))[0] == (
+    rank = replace(FINE, devices=("H200",), cpus=1)
+    assert _describe_problems(replace(rank, devices=()), replace(rank, rank=1, devices=("H200",)))[0] == (
         "error: a has 2 ranks and 1 GPUs. Start one per GPU."
     )
-    assert any("has 2 ranks on 1 CPUs" in line for line in _said(one, replace(one, rank=1)))
-    slow = _said(link=replace(LINK, bytes_per_second=2e7))
+    assert any("has 2 ranks on 1 CPUs" in line for line in _describe_problems(rank, replace(rank, rank=1)))
+    slow = _describe_problems(link=replace(LINK, bytes_per_second=2e7))
     assert slow[0].startswith("warning: 20.0 MB/s between a and b, less than a gigabit link")

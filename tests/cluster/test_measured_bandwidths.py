@@ -40,12 +40,12 @@ def test_a_slow_link_is_measured_as_such_and_what_stays_on_a_machine_is_not(tmp_
     limit = MBIT_PER_SECOND * 1e6 / 8
     for attempt in range(3):  # a machine with much else to do makes any link slow
         try:
-            found = measured(tmp_path / str(attempt))
+            per_rank_bandwidths = measured(tmp_path / str(attempt))
         except NoMachines as reason:
             pytest.skip(f"no network namespaces: {reason}")
-        assert len(found) == 3
-        assert all(one == found[0] for one in found)
-        assert found[0]["cross_node"] < 1.3 * limit
-        if found[0]["cross_node"] > 0.7 * limit and found[0]["intra_node"] > 2 * limit:
+        assert len(per_rank_bandwidths) == 3
+        assert all(bandwidths == per_rank_bandwidths[0] for bandwidths in per_rank_bandwidths)
+        assert per_rank_bandwidths[0]["cross_node"] < 1.3 * limit
+        if per_rank_bandwidths[0]["cross_node"] > 0.7 * limit and per_rank_bandwidths[0]["intra_node"] > 2 * limit:
             return
-    pytest.fail(f"measured three times, at last {found[0]}, over a link of {limit:,.0f} bytes per second")
+    pytest.fail(f"measured three times, at last {per_rank_bandwidths[0]}, over a link of {limit:,.0f} bytes per second")

@@ -31,8 +31,8 @@ REORDERED = 1e-6
 def machines() -> Iterator[tuple[Machine, Machine]]:
     require(["ip"], ["iproute2"])
     try:
-        with two_machines() as both:
-            yield both
+        with two_machines() as pair:
+            yield pair
     except NoMachines as reason:
         pytest.skip(f"no network namespaces: {reason}")
 
@@ -52,15 +52,15 @@ class _Agents:
         command += [f"--rdzv-conf=is_host={int(number == 0)}"]
         command += [f"--local-addr={machine.address}", "--max-restarts=3", "-m", "tests.support.killed_script"]
         # torch 2.13 gives an agent that joins later no address in the store that it shares among attempts.
-        given = environment(
+        environ = environment(
             TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
             KILLED_OPTIONS=json.dumps({"pause": 0.1}),
             **ONE_THREAD,
         )
-        given.pop("GLOO_SOCKET_IFNAME", None)
+        environ.pop("GLOO_SOCKET_IFNAME", None)
         with open(self.folder / f"printed.{number}", "a") as file:
             self.running[number] = subprocess.Popen(
-                machine.command(*command, str(self.folder)), env=given, stdout=file, stderr=file
+                machine.command(*command, str(self.folder)), env=environ, stdout=file, stderr=file
             )
 
     def lose(self, number: int) -> None:

@@ -22,28 +22,28 @@ def _went_on(results: list[Result], code: int, is_requeued: bool = False) -> Non
 
     is_requeued: Slurm ends the first attempt's processes when rank 0 has the job requeued, maybe before rank 1 prints.
     """
-    first, then = ({r["rank"]: r for r in results if r["attempt"] == attempt} for attempt in (0, 1))
-    assert then.keys() == {0, 1}
+    first, second = ({r["rank"]: r for r in results if r["attempt"] == attempt} for attempt in (0, 1))
+    assert second.keys() == {0, 1}
     assert first.keys() == {0, 1} or (is_requeued and first.keys() == {0})
     assert {r["code"] for r in first.values()} == {code}
-    assert {r["code"] for r in then.values()} == {0}
+    assert {r["code"] for r in second.values()} == {0}
     assert len({len(r["losses"]) for r in first.values()}) == 1, "they left after different steps"
     steps, num_seen = len(first[0]["losses"]), len(first[0]["seen"])
-    for rank, alone in enumerate(on_one_machine(2)):
-        after = then[rank]
-        before = first.get(rank) or {"losses": alone["losses"][:steps], "seen": alone["seen"][:num_seen]}
-        assert 3 <= steps < len(alone["losses"])
-        assert before["seen"] + after["seen"] == alone["seen"]
-        assert before["losses"] + after["losses"] == pytest.approx(alone["losses"], abs=1e-6)
+    for rank, expected in enumerate(on_one_machine(2)):
+        resumed = second[rank]
+        stopped = first.get(rank) or {"losses": expected["losses"][:steps], "seen": expected["seen"][:num_seen]}
+        assert 3 <= steps < len(expected["losses"])
+        assert stopped["seen"] + resumed["seen"] == expected["seen"]
+        assert stopped["losses"] + resumed["losses"] == pytest.approx(expected["losses"], abs=1e-6)
     if len(first) == 2:
         assert sorted(number for r in results for number in r["seen"]) == list(range(NUM_SAMPLES))
 
 
-def _options(slurm: Slurm, name: str, **more: Any) -> dict[str, str]:
+def _options(slurm: Slurm, name: str, **options: Any) -> dict[str, str]:
     folder = slurm.folder / name
     folder.mkdir()
     (folder / "hpc_ckpt_7.ckpt").write_text("left by another job")
-    return ONE_THREAD | {"LAUNCHED_OPTIONS": json.dumps({"default_root_dir": str(folder)} | more)}
+    return ONE_THREAD | {"LAUNCHED_OPTIONS": json.dumps({"default_root_dir": str(folder)} | options)}
 
 
 def test_a_requeued_job_goes_on_as_if_it_had_never_stopped(slurm: Slurm) -> None:
@@ -54,20 +54,20 @@ def test_a_requeued_job_goes_on_as_if_it_had_never_stopped(slurm: Slurm) -> None
     printed = slurm.output(job)
     assert "Restoring states from the checkpoint path" in printed
     _went_on(results_of(printed), 75, is_requeued=True)
-    left = os.listdir(slurm.folder / "requeued")
-    assert left == ["hpc_ckpt_7.ckpt"], "what has come to its end leaves nothing to go on from"
+    files = os.listdir(slurm.folder / "requeued")
+    assert files == ["hpc_ckpt_7.ckpt"], "what has come to its end leaves nothing to go on from"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("signal", "code", "said"),
+    ("signal", "code", "output"),
     [
         ("SIGUSR1", 75, "the job is not requeued: scontrol: "),
         ("SIGTERM", 143, "Asked to stop: saving"),
     ],
 )
 def test_a_job_that_nobody_requeues_ends_with_a_code_and_goes_on_when_it_runs_again(
-    slurm: Slurm, signal: str, code: int, said: str
+    slurm: Slurm, signal: str, code: int, output: str
 ) -> None:
     options = _options(slurm, signal, stopping={"on_sigterm": "checkpoint"})
     # To one rank only. MASTER_ADDR, since scontrol would know the address.
@@ -78,7 +78,7 @@ def test_a_job_that_nobody_requeues_ends_with_a_code_and_goes_on_when_it_runs_ag
     assert slurm.wait(job) == "COMPLETED", slurm.output(job)
     printed = slurm.output(job)
     assert f"code {code}" in printed
-    assert said in printed
+    assert output in printed
     _went_on(results_of(printed), code)
 
 

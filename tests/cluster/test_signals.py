@@ -35,9 +35,9 @@ CTRL_C_SECONDS = 5
 
 
 @contextmanager
-def _training(out: Path, *commands: list[str], **more: str) -> Iterator[list["subprocess.Popen[bytes]"]]:
+def _training(out: Path, *commands: list[str], **environ: str) -> Iterator[list["subprocess.Popen[bytes]"]]:
     """Yield processes whose ranks train."""
-    variables = environment(GLOO_SOCKET_IFNAME="lo", SIGNALS_FOLDER=str(out), **ONE_THREAD, **more)
+    variables = environment(GLOO_SOCKET_IFNAME="lo", SIGNALS_FOLDER=str(out), **ONE_THREAD, **environ)
     with open(out / "printed", "wb") as file:
         started = [
             subprocess.Popen(
@@ -62,36 +62,36 @@ def _training(out: Path, *commands: list[str], **more: str) -> Iterator[list["su
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_sigterm_in_any_order_ends_all_ranks_with_143_within_seconds(tmp_path: Path, order: str) -> None:
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(NUM_RANKS)}
-    with _training(tmp_path, *[[*SCRIPT, "torchrec_sharded"]] * NUM_RANKS, **where) as ranks:
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(NUM_RANKS)}
+    with _training(tmp_path, *[[*SCRIPT, "torchrec_sharded"]] * NUM_RANKS, **environ) as ranks:
         began = time.monotonic()
         for rank, seconds in ORDERS[order]:
             time.sleep(seconds)
             if ranks[rank].poll() is None:
                 ranks[rank].terminate()
         codes = [rank.wait(LIMIT_SECONDS) for rank in ranks]
-        took = time.monotonic() - began
-    print(f"{order}: {took:.1f} s")
+        elapsed = time.monotonic() - began
+    print(f"{order}: {elapsed:.1f} s")
     # -15: a second signal has met a rank that was done, and was leaving. A shell gives 143 for it, too.
     assert {128 - code if code < 0 else code for code in codes} == {143}, (tmp_path / "printed").read_text()[-3000:]
-    assert took < TERM_SECONDS
+    assert elapsed < TERM_SECONDS
 
 
 @pytest.mark.parametrize("strategy", ["torchrec_sharded", "ddp_tuned", "fsdp_tuned"])
 def test_ctrl_c_ends_all_ranks_within_seconds_and_with_one_line(tmp_path: Path, strategy: str) -> None:
     with _training(tmp_path, [*SCRIPT, strategy, str(NUM_RANKS)]) as (first,):
-        before = len((tmp_path / "printed").read_text())
+        length = len((tmp_path / "printed").read_text())
         began = time.monotonic()
         os.killpg(first.pid, signal.SIGINT)  # as a terminal does
         code = first.wait(LIMIT_SECONDS)
         while processes_with(f"SIGNALS_FOLDER={tmp_path}", "interrupted_script"):
             assert time.monotonic() - began < LIMIT_SECONDS
             time.sleep(0.02)
-        took = time.monotonic() - began
-    print(f"{strategy}: {took:.1f} s")
+        seconds = time.monotonic() - began
+    print(f"{strategy}: {seconds:.1f} s")
     assert code == 1
-    said = [line for line in (tmp_path / "printed").read_text()[before:].splitlines() if line.strip()]
-    assert [line for line in said if READY not in line] == [
+    output = [line for line in (tmp_path / "printed").read_text()[length:].splitlines() if line.strip()]
+    assert [line for line in output if READY not in line] == [
         "Detected KeyboardInterrupt, attempting graceful shutdown ..."
     ]
-    assert took < CTRL_C_SECONDS
+    assert seconds < CTRL_C_SECONDS

@@ -32,9 +32,9 @@ USUAL = ["-n3 over two nodes"]
 @pytest.mark.slow
 def test_ranks_use_the_cpus_they_were_given(slurm: Slurm) -> None:
     cpus = len(os.sched_getaffinity(0))
-    for arguments, wanted in ((["-n1"], cpus), (["-n1", "-c1"], 1)):
+    for arguments, expected in ((["-n1"], cpus), (["-n1", "-c1"], 1)):
         done = slurm.srun(arguments, ["env", "-u", "OMP_NUM_THREADS", *SCRIPT])
-        assert [result["threads"] for result in results_of(done.stdout)] == [wanted], done.stderr[-3000:]
+        assert [result["threads"] for result in results_of(done.stdout)] == [expected], done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("case", slow_except(USUAL, IN_STEPS))
@@ -47,8 +47,8 @@ def test_a_step_is_counted_as_slurm_counts_it(slurm: Slurm, case: str) -> None:
     assert {result["environment"] for result in results} == {"SlurmRanks"}
 
 
-def _batch(slurm: Slurm, script: str, arguments: list[str], **more: str) -> str:
-    job = slurm.sbatch(script, arguments, env=ONE_THREAD | more)
+def _batch(slurm: Slurm, script: str, arguments: list[str], **environ: str) -> str:
+    job = slurm.sbatch(script, arguments, env=ONE_THREAD | environ)
     state = slurm.wait(job)
     printed = slurm.output(job)
     assert state == "COMPLETED", printed
@@ -137,5 +137,5 @@ def test_a_batch_script_submitted_from_inside_of_a_step_is_no_task_of_it(slurm: 
 def test_more_devices_than_the_step_has_ranks_are_refused(slurm: Slurm) -> None:
     done = slurm.srun(["-n1"], SCRIPT, env=ONE_THREAD | {"LAUNCHED_OPTIONS": json.dumps({"devices": 2})})
     assert done.returncode == 1
-    said = r"ConfigError: Trainer\(devices=2\), but Slurm, step \d+\.0 started 1 ranks on node 0"
-    assert re.search(said, done.stderr), done.stderr[-2000:]
+    output = r"ConfigError: Trainer\(devices=2\), but Slurm, step \d+\.0 started 1 ranks on node 0"
+    assert re.search(output, done.stderr), done.stderr[-2000:]

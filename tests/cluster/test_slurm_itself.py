@@ -38,8 +38,8 @@ def test_a_command_in_an_allocation_runs_on_none_of_its_nodes(slurm: Slurm) -> N
     done = slurm.salloc(
         ["-N2"], ["bash", "-c", "echo here: $SLURM_NNODES, $SLURMD_NODENAME; srun printenv SLURMD_NODENAME"]
     )
-    here, *there = done.stdout.splitlines()
-    assert (here, sorted(there)) == ("here: 2,", ["node1", "node2"])
+    host, *nodes = done.stdout.splitlines()
+    assert (host, sorted(nodes)) == ("here: 2,", ["node1", "node2"])
 
 
 @pytest.mark.slow
@@ -111,8 +111,8 @@ def test_nothing_is_left_running(end: str) -> None:
     folder = done.stdout.decode().strip()
     assert folder.startswith("/tmp/slurm-")
     deadline = time.monotonic() + LIMIT_SECONDS
-    while folder in (left := _everything_running()) or Path(folder).exists():
-        assert time.monotonic() < deadline, left  # after a SIGKILL it takes a moment
+    while folder in (remaining := _everything_running()) or Path(folder).exists():
+        assert time.monotonic() < deadline, remaining  # after a SIGKILL it takes a moment
         time.sleep(0.1)
 
 

@@ -24,8 +24,8 @@ JOB = {"WORLD_SIZE": "2", "MASTER_PORT": "29513"}
 def machines() -> Iterator[tuple[Machine, Machine]]:
     require(["ip"], ["iproute2"])
     try:
-        with two_machines() as both:
-            yield both
+        with two_machines() as pair:
+            yield pair
     except NoMachines as reason:
         pytest.skip(f"no network namespaces: {reason}")
 
@@ -55,12 +55,12 @@ def test_a_machine_that_is_cut_off_is_named(machines: tuple[Machine, Machine], t
             assert time.monotonic() < deadline
             time.sleep(0.1)
         machines[1].cut_off()
-        said = [rank.communicate(timeout=LIMIT_SECONDS)[1] for rank in ranks]
+        output = [rank.communicate(timeout=LIMIT_SECONDS)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert "rank 1 has been silent for 3 s: its machine or the network to it is down" in said[0]
-    assert "rank 0 has been silent for 3 s" in said[1]
+    assert "rank 1 has been silent for 3 s: its machine or the network to it is down" in output[0]
+    assert "rank 0 has been silent for 3 s" in output[1]
     assert all(rank.returncode for rank in ranks)
 
 

@@ -22,9 +22,8 @@ SHARDING = {
     "sharding/lookup",
     "sharding/planning",
 }
-CLUSTER = {"cluster", "cluster/watchdog"}
 CHECKPOINT = {"checkpoint", "checkpoint/tools"}
-BELOW_STRATEGIES = GROUND | SHARDING | CLUSTER | CHECKPOINT | {"prefetch", "optimizers"}
+BELOW_STRATEGIES = GROUND | SHARDING | {"cluster"} | CHECKPOINT | {"prefetch", "optimizers"}
 STRATEGIES = {
     "strategies",
     "strategies/run",
@@ -57,8 +56,7 @@ MAY_IMPORT = {
     "prefetch": GROUND,
     "checkpoint": GROUND,
     "checkpoint/tools": GROUND | {"checkpoint"},
-    "cluster/watchdog": GROUND,
-    "cluster": GROUND | {"cluster/watchdog"},
+    "cluster": GROUND,
     "sharding/mapping": GROUND,
     "sharding": GROUND | {"sharding/mapping"},
     "sharding/lookup": GROUND | {"sharding", "sharding/mapping"},
@@ -172,7 +170,7 @@ def house(tmp_path):
     write("__init__.py", "")
     write("errors.py", "import torch\n")
     write("_compat/torch.py", "from ..errors import DistRecError\n")
-    for folder in SHARDING | CLUSTER | CHECKPOINT | STRATEGIES | {"prefetch", "optimizers", "cli"}:
+    for folder in SHARDING | {"cluster"} | CHECKPOINT | STRATEGIES | {"prefetch", "optimizers", "cli"}:
         write(f"{folder}/__init__.py", "")
     write("sharding/plan.py", "from lightning_distrec._compat import x\nfrom .tables import y\n")
     write("sharding/tables.py", "from lightning_distrec import errors\n")

@@ -18,9 +18,9 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
 from lightning_distrec import TorchRecShardedStrategy, TunedDDPStrategy, TunedFSDPStrategy
-from lightning_distrec.cluster.job_key import VARIABLE
-from lightning_distrec.cluster.process_exit import leave
+from lightning_distrec.cluster.job_key import KEY_VARIABLE
 from lightning_distrec.strategies.run.launched_ranks import LAUNCHER_PID
+from lightning_distrec.strategies.run.process_runs import PROCESS
 
 OURS: dict[str, Any] = {
     "ddp": DDPStrategy,
@@ -76,7 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Function) -> None:
     earlier.extend(made)
     if earlier and re.search("ddp|spawn|fork|multi-process", item.nodeid + inspect.getsource(item.function)):
-        leave()  # as at the end of a process: ranks that are forked must not inherit its threads
+        PROCESS.leave()  # as at the end of a process: ranks that are forked must not inherit its threads
         earlier.clear()
     made.clear()
 
@@ -93,6 +93,6 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Any:
-    for name in (VARIABLE, LAUNCHER_PID):  # set on purpose for as long as a launching process lives
+    for name in (KEY_VARIABLE, LAUNCHER_PID):  # set on purpose for as long as a launching process lives
         os.environ.pop(name, None)
     return (yield)

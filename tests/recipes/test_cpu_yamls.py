@@ -9,13 +9,13 @@ import pytest
 import yaml
 
 from lightning_distrec.cli.main import main
-from lightning_distrec.cli.recipes import names_of_recipes, recipes_folder
+from lightning_distrec.cli.recipes import recipe_names, recipes_folder
 from recipes.movielens.folder import fetch_movielens_100k
 from tests.support.environments import environment
 from tests.support.limits import LIMIT_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = names_of_recipes(recipes_folder())
+NAMES = recipe_names(recipes_folder())
 SMALLER = {
     "criteo_dlrm": ["--data.init_args.num_examples=65536", "--data.init_args.batch_size=512"],
     "multi_task": ["--data.init_args.num_examples=65536", "--data.init_args.batch_size=512"],

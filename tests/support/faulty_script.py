@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_distrec import TorchRecShardedStrategy
-from lightning_distrec.cluster import process_exit, rendezvous
-from lightning_distrec.strategies.run import watchdog
+from lightning_distrec.cluster import rendezvous
+from lightning_distrec.strategies.run import process_runs
 from tests.support.launched_script import Clicks, Numbered
 
 FAULTY = 1
@@ -67,12 +67,12 @@ def _hang() -> None:
 
 def hang_at_exit() -> None:
     """Leave as a script does at its end, and hang meanwhile."""
-    with patch.object(process_exit, "forget_consensus", _hang):
-        process_exit.leave()
+    with patch.object(process_runs, "forget_consensus", _hang):
+        process_runs.PROCESS.leave()
 
 
 def _unwatch() -> None:
-    watchdog._watchdog._process.kill()  # type: ignore[union-attr]
+    process_runs.PROCESS.watchdog._process.kill()  # type: ignore[union-attr]
 
 
 FAULTS = {
@@ -122,7 +122,7 @@ class Faulty(Clicks):
 def fail_at_start(place: str) -> None:
     """Let this rank be killed while the ranks meet: at the first contact, or around init_process_group."""
     if place == "at the first contact":
-        rendezvous._wait_for_the_others = lambda *_: _kill()  # type: ignore[assignment]
+        rendezvous._wait_for_all = lambda *_: _kill()  # type: ignore[assignment]
     elif place == "before the process group":
         dist.init_process_group = lambda *_, **__: _kill()
     elif place == "after the process group":

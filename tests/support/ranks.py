@@ -277,6 +277,6 @@ def _run_and_save(function: Callable[..., Any], args: tuple[Any, ...], rank: int
 
 
 def _leave_group() -> None:
-    from lightning_distrec.cluster.process_exit import leave
+    from lightning_distrec.strategies.run.process_runs import PROCESS
 
-    leave()
+    PROCESS.leave()

@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_distrec.checkpoint.plain_state import as_chunked
-from lightning_distrec.cluster.process_exit import note_failure
 from lightning_distrec.errors import ConfigError, DistRecError, ShardingError, did_you_mean
 from lightning_distrec.host_memory import free_host_bytes
 from lightning_distrec.ranks import Ranks
 from lightning_distrec.strategies.checkpoints.checkpoint_io import is_elsewhere
 from lightning_distrec.strategies.checkpoints.positions import update_in_resumed_epoch
 from lightning_distrec.strategies.run.forked_ranks import refuse_half_checkpoint
+from lightning_distrec.strategies.run.process_runs import PROCESS
 from lightning_distrec.strategies.run.run import Session
 from lightning_distrec.units import format_bytes
 
@@ -86,7 +86,7 @@ class CheckpointHooks(DDPStrategy):
         # The exception may be this rank's alone, and what follows is collective: all ranks must be asked first whether
         # they save too, or this one would wait for them.
         if self.module.trainer.interrupted:
-            note_failure()
+            PROCESS.has_failed = True
             checkpoints.require_all_ranks()
         return {key: as_chunked(value) or value for key, value in super().lightning_module_state_dict().items()}
 

@@ -14,11 +14,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.multiprocessing.spawn import ProcessException
 
 from lightning_distrec._compat.lightning_launchers import ForkLauncher, check_cuda_before_fork
-from lightning_distrec.cluster.job_key import VARIABLE
-from lightning_distrec.cluster.process_exit import leave
-from lightning_distrec.cluster.threads import VARIABLE as THREADS
-from lightning_distrec.cluster.threads import end_threads, use_threads
+from lightning_distrec.cluster.host_resources import THREADS_VARIABLE, end_threads, use_threads
+from lightning_distrec.cluster.job_key import KEY_VARIABLE
 from lightning_distrec.errors import CheckpointError, ConfigError, RankError
+from lightning_distrec.strategies.run.process_runs import PROCESS
 from lightning_distrec.units import quantity
 
 WAY_OUT = (
@@ -27,7 +26,7 @@ WAY_OUT = (
 )
 LAUNCHER_PID = "LIGHTNING_DISTREC_LAUNCHER_PID"
 """Set by the process that starts ranks, for them: rank 0 of a script, or a notebook."""
-RANK_VARIABLES = ("MASTER_PORT", VARIABLE, LAUNCHER_PID, THREADS)
+RANK_VARIABLES = ("MASTER_PORT", KEY_VARIABLE, LAUNCHER_PID, THREADS_VARIABLE)
 
 
 def has_no_script(environment: Any, num_ranks: int, num_nodes: int) -> bool:
@@ -52,7 +51,7 @@ def has_no_script(environment: Any, num_ranks: int, num_nodes: int) -> bool:
 
 def fork_launcher(strategy: Any) -> ForkLauncher:
     """Return a launcher that forks the ranks of a strategy."""
-    return ForkLauncher(strategy, partial(_start_rank, strategy), strategy.full_state_dict, leave)
+    return ForkLauncher(strategy, partial(_start_rank, strategy), strategy.full_state_dict, PROCESS.leave)
 
 
 def forks_ranks(launcher: object) -> TypeGuard[ForkLauncher]:
@@ -71,7 +70,7 @@ def fork_ranks(launcher: ForkLauncher, num_ranks: int, launch: Callable[[], Any]
     # A forked process has the parent's OpenMP pool without its threads, and would wait for them at the first large
     # product.
     if not end_threads():
-        os.environ[THREADS] = "1"
+        os.environ[THREADS_VARIABLE] = "1"
         rank_zero_warn("This process's OpenMP cannot end its threads before the fork: each rank has one thread.")
     try:
         result = launch()
@@ -118,7 +117,7 @@ def refuse_half_checkpoint(launcher: object, checkpoint: Mapping[str, Any]) -> N
 
 def _start_rank(strategy: Any) -> None:
     strategy.set_world_ranks()
-    if os.environ.get(THREADS) == "1":
+    if os.environ.get(THREADS_VARIABLE) == "1":
         use_threads(1)
 
 

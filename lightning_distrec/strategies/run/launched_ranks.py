@@ -19,10 +19,15 @@ from lightning_distrec._compat.lightning_checkpoints import upload_folders_too
 from lightning_distrec.checkpoint.save import wait_for_checkpoint
 from lightning_distrec.cluster.consensus import CONTINUE, job_consensus
 from lightning_distrec.cluster.environment import LaunchedRanks
-from lightning_distrec.cluster.interface import GLOO, choose_interface
-from lightning_distrec.cluster.job_key import VARIABLE
+from lightning_distrec.cluster.host_resources import (
+    GLOO,
+    choose_interface,
+    cpus_of_this_process,
+    num_threads,
+    use_threads,
+)
+from lightning_distrec.cluster.job_key import KEY_VARIABLE
 from lightning_distrec.cluster.rendezvous import MeetingPoint, meet
-from lightning_distrec.cluster.threads import cpus_of_this_process, num_threads, use_threads
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.gpu import device_id, refuse_shared_devices
 from lightning_distrec.namespaces import refuse_other_namespace
@@ -34,7 +39,7 @@ from lightning_distrec.strategies.run.forked_ranks import (
     is_forked,
     restored_variables,
 )
-from lightning_distrec.strategies.run.watchdog import start_watchdog, watched
+from lightning_distrec.strategies.run.process_runs import PROCESS
 from lightning_distrec.units import quantity
 
 
@@ -75,14 +80,14 @@ def _prepare_and_launch(
             undo.enter_context(restored_variables())
         starts_ranks = isinstance(environment, LightningEnvironment) and strategy.num_nodes == 1
         if starts_ranks and strategy.num_processes > 1 and not environment.creates_processes_externally:
-            os.environ.setdefault(VARIABLE, secrets.token_hex(32))  # passed to the ranks that it starts
+            os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(32))  # passed to the ranks that it starts
             os.environ[LAUNCHER_PID] = str(os.getpid())
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING and not is_forked(launcher):
             undo.enter_context(before_fit(trainer))
         if forks_ranks(launcher):
             return fork_ranks(launcher, strategy.num_processes, launch)
         try:
-            with watched(trainer, all_stop):
+            with PROCESS.run(trainer, all_stop):
                 return launch()
         except BaseException:
             strategy.undo_last = undo.pop_all()  # loggers upload checkpoints before that
@@ -114,7 +119,7 @@ def connect_ranks(strategy: Any, backend: str, timeout: timedelta, watchdog_seco
         print(rank_prefixed_message(message, rank), flush=True)
 
     def watch(port: int, token: str) -> int:
-        return start_watchdog(rank, point.host, port, token, watchdog_seconds, nodes, point.one_node)
+        return PROCESS.start_watchdog(rank, point, list(nodes), port, token, watchdog_seconds)
 
     watches = {"watch": watch} if num_ranks > 1 else {}
     store = meet(point, rank, num_ranks, timeout.total_seconds(), log_on_rank, nodes, **watches)
@@ -135,7 +140,7 @@ def connect_ranks(strategy: Any, backend: str, timeout: timedelta, watchdog_seco
         consensus = job_consensus(timeout.total_seconds()).general
         cpus_of_ranks = consensus.all_gather(cpus_of_this_process(strategy.node_rank))
         use_threads(num_threads(cpus_of_ranks, rank, os.environ))
-    launcher = launched.by if launched else type(environment).__name__.removesuffix("Environment")
+    launcher = launched.launcher if launched else type(environment).__name__.removesuffix("Environment")
     over = f" over {os.environ[GLOO]}" if num_nodes > 1 and os.environ.get(GLOO) else ""
     rank_zero_info(
         f"{quantity(num_ranks, 'rank')} on {quantity(num_nodes, 'node')}, started by {launcher}, exchange by "

@@ -22,10 +22,9 @@ from lightning_distrec._compat.lightning_checkpoints import resume_from
 from lightning_distrec._compat.lightning_logging import log_at_less_python
 from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
 from lightning_distrec.cluster.environment import LaunchedRanks, check_numbers, local_world_size, publish_ranks
+from lightning_distrec.cluster.host_resources import THREADS_VARIABLE
 from lightning_distrec.cluster.launched import Launched
-from lightning_distrec.cluster.process_exit import leave_at_exit, note_failure
 from lightning_distrec.cluster.rendezvous import name_in_store
-from lightning_distrec.cluster.threads import VARIABLE
 from lightning_distrec.errors import ConfigError, DistRecError, ShardingError
 from lightning_distrec.namespaces import refuse_other_callbacks
 from lightning_distrec.option_values import as_options, parse_timeout
@@ -37,9 +36,9 @@ from lightning_distrec.strategies.run.checkpoint_hooks import CheckpointHooks, f
 from lightning_distrec.strategies.run.forked_ranks import fork_launcher, forks_ranks, has_no_script
 from lightning_distrec.strategies.run.launched_ranks import connect_ranks, wrap_launch
 from lightning_distrec.strategies.run.precision import MatmulPrecision, use_matmul_precision
+from lightning_distrec.strategies.run.process_runs import PROCESS
 from lightning_distrec.strategies.run.run import Run, start_session
 from lightning_distrec.strategies.run.stopping import STOPPED, StopHandler, StopOptions
-from lightning_distrec.strategies.run.watchdog import leaving
 
 AnyRun = TypeVar("AnyRun", bound=Run)
 
@@ -93,7 +92,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         self._watchdog_seconds = watchdog_seconds
         self._sets_threads = False
         super().__init__(process_group_backend=process_group_backend, timeout=self._wait)
-        leave_at_exit(self.release, leaving)
+        PROCESS.leave_at_exit(self.release)
         hide_upstream_deprecations()
 
     @property
@@ -132,7 +131,8 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
 
     @override
     def _configure_launcher(self) -> None:
-        self._sets_threads = self.launched is not None and VARIABLE not in os.environ  # Lightning's launcher sets it
+        # Lightning's launcher sets the variable.
+        self._sets_threads = self.launched is not None and THREADS_VARIABLE not in os.environ
         if self.launched is not None:
             available = self.accelerator.auto_device_count()  # type: ignore[union-attr]
             check_numbers(self.launched, len(self.parallel_devices or ()), available, self._num_nodes)
@@ -145,7 +145,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         """Let a fit resume from what the same job has saved before it was restarted."""
         options, launched, fit = self._stop_options, self.launched, next_fit()
         run, job = run_name(options.run_name), launched.job if launched else ""
-        attempt, launcher = (launched.attempt, launched.by) if launched else (0, "")
+        attempt, launcher = (launched.attempt, launched.launcher) if launched else (0, "")
 
         def make_resuming(job: str) -> Resuming:
             job_fit = JobFit(trainer.default_root_dir, job, fit, run)
@@ -283,7 +283,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         if forks_ranks(launcher := self.launcher):
             launcher.after_failure()
             return
-        note_failure()
+        PROCESS.has_failed = True
         if self._run is not None:
             self._run.has_failed = True
             self._run.stopping.note_failure(exception)
@@ -301,7 +301,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
     def teardown(self) -> None:
         # First: a failing teardown is called again by Lightning, and what has been undone must not be undone twice.
         run, self._run = self._run, None
-        with leaving(run is not None and run.has_failed):
+        with PROCESS.leaving(run is not None and run.has_failed):
             try:
                 if run is not None:
                     run.end()
@@ -327,7 +327,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        leave_at_exit(self.release, leaving)
+        PROCESS.leave_at_exit(self.release)
 
     def release(self) -> None:
         """Drop the module and everything that holds requests of gloo; called before the process ends."""

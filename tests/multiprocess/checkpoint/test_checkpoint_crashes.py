@@ -35,7 +35,7 @@ from lightning_distrec.checkpoint.atomic_folder import MARKER, NEW, UNFINISHED, 
 from lightning_distrec.checkpoint.lazy_tensors import as_lazy
 from lightning_distrec.checkpoint.save import RankContent, take_folder_snapshot
 from lightning_distrec.chunks import Chunk, ChunkedTensor
-from lightning_distrec.cluster.process_exit import leave
+from lightning_distrec.strategies.run.process_runs import PROCESS
 from tests.support.checkpoint_folders import SingleRank
 from tests.support.limits import LIMIT_SECONDS, at_most
 from tests.support.parameters import slow_except
@@ -139,7 +139,7 @@ def _train(folder: str, is_async: bool, one_file: bool) -> None:
     except BaseException as error:
         _note(folder, "".join(traceback.format_exception(error)), "error")
         sys.last_value = error  # as at the end of a script
-        leave()
+        PROCESS.leave()
         raise
 
 

@@ -476,9 +476,9 @@ def _user_fails_alone(scratch: str, failing_ranks: tuple[int, ...]) -> dict[str,
     """As in a script, a rank that has failed leaves."""
     actual = _user_fails(scratch, failing_ranks)
     if len(failing_ranks) == 1 and rank_and_num_ranks()[0] in failing_ranks:
-        from lightning_distrec.cluster.process_exit import leave
+        from lightning_distrec.strategies.run.process_runs import PROCESS
 
-        leave()
+        PROCESS.leave()
     return actual
 
 

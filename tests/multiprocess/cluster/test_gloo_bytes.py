@@ -32,10 +32,10 @@ def _is_socket(descriptor: int) -> bool:
 
 
 def _received_by(descriptor: int) -> int:
-    with socket.socket(fileno=os.dup(descriptor)) as one:
-        if one.type != socket.SOCK_STREAM or one.family not in (socket.AF_INET, socket.AF_INET6):
+    with socket.socket(fileno=os.dup(descriptor)) as connection:
+        if connection.type != socket.SOCK_STREAM or connection.family not in (socket.AF_INET, socket.AF_INET6):
             return 0
-        info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
     return int(struct.unpack_from("Q", info, 128)[0])  # tcpi_bytes_received of linux/tcp.h
 
 
@@ -43,33 +43,33 @@ def _counted() -> dict[str, float]:
     """Return by collective what this rank received, in parts of what a rank keeps."""
     dist.init_process_group("gloo")
     num_ranks = dist.get_world_size()
-    own, whole = torch.ones(NUMBERS), torch.ones(num_ranks * NUMBERS)
+    shard, whole = torch.ones(NUMBERS), torch.ones(num_ranks * NUMBERS)
     other = torch.empty_like(whole)
     calls: dict[str, Callable[[], object]] = {
         "all_to_all": lambda: dist.all_to_all_single(other, whole),
-        "all_gather": lambda: dist.all_gather(list(other.chunk(num_ranks)), own),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(own, whole),
+        "all_gather": lambda: dist.all_gather(list(other.chunk(num_ranks)), shard),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(shard, whole),
         "all_reduce": lambda: dist.all_reduce(whole),
     }
-    found = {}
+    counts = {}
     for name, call in calls.items():
         dist.barrier()
-        before = _received_bytes()
+        bytes_at_start = _received_bytes()
         dist.barrier()  # nobody sends before all have looked
         call()
-        found[name] = (_received_bytes() - before) / own.nbytes
-    return found
+        counts[name] = (_received_bytes() - bytes_at_start) / shard.nbytes
+    return counts
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_reduce_scatter_sends_what_an_all_reduce_does(num_ranks: int) -> None:
-    of_ranks = run_on_warm_ranks(_counted, num_ranks)
-    found = {name: sum(counted[name] for counted in of_ranks) for name in of_ranks[0]}
+    per_rank_counts = run_on_warm_ranks(_counted, num_ranks)
+    sent_bytes = {name: sum(counted[name] for counted in per_rank_counts) for name in per_rank_counts[0]}
     once = num_ranks * (num_ranks - 1)
-    assert found["all_to_all"] == pytest.approx(once, rel=0.1)
-    assert found["all_gather"] == pytest.approx(once, rel=0.1)
-    assert found["all_reduce"] == pytest.approx(2 * once, rel=0.1)
-    assert found["reduce_scatter"] == pytest.approx(2 * once, rel=0.1)
+    assert sent_bytes["all_to_all"] == pytest.approx(once, rel=0.1)
+    assert sent_bytes["all_gather"] == pytest.approx(once, rel=0.1)
+    assert sent_bytes["all_reduce"] == pytest.approx(2 * once, rel=0.1)
+    assert sent_bytes["reduce_scatter"] == pytest.approx(2 * once, rel=0.1)
 
 
 def test_planning_takes_it_so() -> None:

@@ -13,10 +13,10 @@ from tests.support.limits import LIMIT_SECONDS
 SCRIPT = "tests.support.dlrm_script"
 
 
-def _run(*command: str, **more: str) -> subprocess.CompletedProcess[str]:
+def _run(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", *command],
-        env=environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo") | more,
+        env=environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo") | environ,
         capture_output=True,
         text=True,
         timeout=LIMIT_SECONDS,

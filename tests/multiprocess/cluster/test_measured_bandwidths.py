@@ -36,8 +36,8 @@ def _meet(cache: Path) -> Consensus:
 
 def _measure(cache: Path, nodes: tuple[int, ...]) -> Said:
     ranks = _meet(cache)
-    found = measured_bandwidths(NAMES, NodeLayout.from_node_sizes(*nodes), CPU, ranks)
-    return {name: (one.bytes_per_second, one.origin) for name, one in found.items()}
+    bandwidths = measured_bandwidths(NAMES, NodeLayout.from_node_sizes(*nodes), CPU, ranks)
+    return {name: (bandwidth.bytes_per_second, bandwidth.origin) for name, bandwidth in bandwidths.items()}
 
 
 def _plain_exchange() -> float:
@@ -63,22 +63,22 @@ def _plain_copy() -> float:
 def _beside_plain_timings(cache: Path) -> tuple[Said, list[float], list[float]]:
     _meet(cache)
     exchanges, copies = [_plain_exchange() for _ in range(3)], [_plain_copy() for _ in range(3)]
-    found = _measure(cache, (2,))
-    return found, exchanges + [_plain_exchange() for _ in range(3)], copies + [_plain_copy() for _ in range(3)]
+    bandwidths = _measure(cache, (2,))
+    return bandwidths, exchanges + [_plain_exchange() for _ in range(3)], copies + [_plain_copy() for _ in range(3)]
 
 
 def test_what_is_measured_is_near_plain_timings_and_the_same_on_all_ranks(tmp_path: Path) -> None:
     seen = []
     for attempt in range(4):  # a machine that others use too is fast at one moment and slow at another
         results = run_on_ranks(_beside_plain_timings, 2, tmp_path / str(attempt))
-        found = results[0][0]
-        assert found == results[1][0]
-        assert set(found) == {"intra_node", "host_memory"}, "one node, and no GPU"
-        assert all(origin == "measured" for _, origin in found.values())
+        bandwidths = results[0][0]
+        assert bandwidths == results[1][0]
+        assert set(bandwidths) == {"intra_node", "host_memory"}, "one node, and no GPU"
+        assert all(origin == "measured" for _, origin in bandwidths.values())
         places = {"intra_node": 1, "host_memory": 2}
-        plain = {name: [number for result in results for number in result[at]] for name, at in places.items()}
-        seen.append((found, plain))
-        if all(min(some) / 2 < found[name][0] < max(some) * 2 for name, some in plain.items()):
+        plain = {name: [number for result in results for number in result[index]] for name, index in places.items()}
+        seen.append((bandwidths, plain))
+        if all(min(some) / 2 < bandwidths[name][0] < max(some) * 2 for name, some in plain.items()):
             return
     pytest.fail(f"never near: {seen}")
 
@@ -200,13 +200,13 @@ def _fit_with_memory(memory_by_rank: tuple[int, int]) -> str:
 @pytest.mark.parametrize("memory", [(3000, 10**6), (10**6, 3000)])
 def test_a_table_goes_to_the_rank_that_has_the_memory(memory: tuple[int, int]) -> None:
     roomy = memory.index(10**6)
-    for said in run_on_ranks(_fit_with_memory, 2, memory):
-        assert f"wide on [{roomy}]" in said
+    for message in run_on_ranks(_fit_with_memory, 2, memory):
+        assert f"wide on [{roomy}]" in message
 
 
 def test_a_value_that_is_wrong_on_one_rank_is_reported_on_all() -> None:
-    for said in run_on_ranks(_fit_with_memory, 2, (10**6, -1)):
-        assert re.match("ConfigError: (rank 1: )?memory_bytes_per_rank=-1: must be above 0", said)
+    for message in run_on_ranks(_fit_with_memory, 2, (10**6, -1)):
+        assert re.match("ConfigError: (rank 1: )?memory_bytes_per_rank=-1: must be above 0", message)
 
 
 @pytest.mark.slow

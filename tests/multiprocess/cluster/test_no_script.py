@@ -51,10 +51,10 @@ print("trained alone")
 """
 
 
-def run(folder: Path, *arguments: str, stdin: str = "", strategy: str = "torchrec_sharded", **more: str) -> str:
+def run(folder: Path, *arguments: str, stdin: str = "", strategy: str = "torchrec_sharded", **environ: str) -> str:
     """Run python in a folder; return what it prints."""
     folder.mkdir(exist_ok=True)
-    variables = {**os.environ, "FOLDER": str(folder), "STRATEGY": strategy, **more}
+    variables = {**os.environ, "FOLDER": str(folder), "STRATEGY": strategy, **environ}
     ended = subprocess.run(
         [sys.executable, *arguments],
         **{"input": stdin, "env": variables, "capture_output": True, "text": True},  # type: ignore[call-overload]
@@ -65,17 +65,17 @@ def run(folder: Path, *arguments: str, stdin: str = "", strategy: str = "torchre
 
 
 def found_in(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = torch.load(folder / "found.pt")
-    return found
+    results: dict[str, Any] = torch.load(folder / "found.pt")
+    return results
 
 
 @pytest.mark.slow
 def test_a_program_from_stdin_trains_on_forked_ranks(tmp_path: Path) -> None:
     printed = run(tmp_path, "-", stdin=PROGRAM, EPOCHS="1", OMP_NUM_THREADS="2")
     assert "No script to run again: 2 ranks are forked from this process." in printed
-    assert (found := found_in(tmp_path))["step"] == 6
-    of_checkpoint = torch.load(found["best"][1])["state_dict"]
-    assert all(torch.equal(value, of_checkpoint[name]) for name, value in found["state"].items())
+    assert (results := found_in(tmp_path))["step"] == 6
+    checkpoint_state = torch.load(results["best"][1])["state_dict"]
+    assert all(torch.equal(value, checkpoint_state[name]) for name, value in results["state"].items())
 
 
 @pytest.mark.slow
@@ -89,14 +89,14 @@ def test_forked_ranks_train_what_the_ranks_of_a_script_train(tmp_path: Path, str
     (script := tmp_path / "train.py").write_text(PROGRAM, "utf-8")
     run(tmp_path / "script", str(script), strategy=strategy)
     run(tmp_path / "command", "-c", PROGRAM, strategy=strategy)
-    of_script, of_command = found_in(tmp_path / "script"), found_in(tmp_path / "command")
-    assert of_script["state"].keys() == of_command["state"].keys()
-    for name, value in of_script["state"].items():
-        assert torch.equal(value, of_command["state"][name]), name
+    script_results, command_results = found_in(tmp_path / "script"), found_in(tmp_path / "command")
+    assert script_results["state"].keys() == command_results["state"].keys()
+    for name, value in script_results["state"].items():
+        assert torch.equal(value, command_results["state"][name]), name
     for name in ("metrics", "step", "epoch", "validated"):
-        assert of_script[name] == of_command[name]
-    assert of_script["best"][0] == of_command["best"][0]
-    assert Path(of_command["best"][1]).name == Path(of_script["best"][1]).name == "best.ckpt"
+        assert script_results[name] == command_results[name]
+    assert script_results["best"][0] == command_results["best"][0]
+    assert Path(command_results["best"][1]).name == Path(script_results["best"][1]).name == "best.ckpt"
 
 
 @pytest.mark.slow
@@ -112,8 +112,8 @@ def test_what_a_forked_rank_raises_is_raised_in_the_notebook(tmp_path: Path, str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["terminal", "kernel", "killed"])
-def test_an_interrupt_or_a_dead_rank_ends_all_forked_ranks(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("fault", ["terminal", "kernel", "killed"])
+def test_an_interrupt_or_a_dead_rank_ends_all_forked_ranks(tmp_path: Path, fault: str) -> None:
     variables = {**os.environ, "FOLDER": str(tmp_path), "STRATEGY": "torchrec_sharded", "EPOCHS": "10000"}
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM],
@@ -124,15 +124,15 @@ def test_an_interrupt_or_a_dead_rank_ends_all_forked_ranks(tmp_path: Path, how: 
         while len(ranks) < 2:
             if step := re.search(r"of rank (\d) in process (\d+);", notebook.stdout.readline()):
                 ranks[step[1]] = int(step[2])
-        if how == "terminal":
+        if fault == "terminal":
             os.killpg(notebook.pid, signal.SIGINT)
-        elif how == "kernel":
+        elif fault == "kernel":
             os.kill(notebook.pid, signal.SIGINT)
         else:
             os.kill(ranks["1"], signal.SIGKILL)
         printed = notebook.communicate(timeout=LIMIT_SECONDS)[0]
     assert notebook.returncode == 1
-    expected = "RankError: rank 1" if how == "killed" else "Detected KeyboardInterrupt"
+    expected = "RankError: rank 1" if fault == "killed" else "Detected KeyboardInterrupt"
     assert expected in printed
     assert not any(Path(f"/proc/{process}").exists() for process in ranks.values())
 

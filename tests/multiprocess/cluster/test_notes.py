@@ -38,11 +38,11 @@ def _notes(unequal: bool) -> list[str]:
     """Return what is said of unequal numbers of ids."""
     from lightning_distrec.strategies.data_parallel.loss_weight import LossWeight
 
-    said: list[str] = []
+    messages: list[str] = []
     made = LossWeight.__init__
 
     def listen(self: LossWeight, reduction: Any, ranks: Any, notify: Any) -> None:
-        made(self, reduction, ranks, said.append)
+        made(self, reduction, ranks, messages.append)
 
     LossWeight.__init__ = listen  # type: ignore[method-assign]
     try:
@@ -50,13 +50,13 @@ def _notes(unequal: bool) -> list[str]:
         make_trainer({"convert_embeddings": "all"}).fit(Scores(), loader(batches))
     finally:
         LossWeight.__init__ = made  # type: ignore[method-assign]
-    return said
+    return messages
 
 
 def test_unequal_numbers_of_ids_are_noted_once_and_equal_ones_never() -> None:
-    for found in run_each_on_ranks({"equal": (_notes, False), "unequal": (_notes, True)}, 2):
-        assert found["equal"] == []
-        (note,) = found["unequal"]
+    for per_rank_notes in run_each_on_ranks({"equal": (_notes, False), "unequal": (_notes, True)}, 2):
+        assert per_rank_notes["equal"] == []
+        (note,) = per_rank_notes["unequal"]
         assert "ranks look up unequal numbers of ids (4 to 6)" in note
 
 
@@ -69,10 +69,10 @@ def _unused() -> str:
 
 
 def test_the_error_about_unused_layers_names_our_strategy() -> None:
-    for said in run_on_warm_ranks(_unused, 2):
-        assert "TunedDDPStrategy(find_unused_parameters=True)" in said
-        assert "Parameter indices which did not receive grad" in said
-        assert " DDPStrategy" not in said
+    for message in run_on_warm_ranks(_unused, 2):
+        assert "TunedDDPStrategy(find_unused_parameters=True)" in message
+        assert "Parameter indices which did not receive grad" in message
+        assert " DDPStrategy" not in message
 
 
 def _skip(optimizer: str, depth: int) -> dict[str, Tensor]:
@@ -89,7 +89,7 @@ STEPS = [_ids(step) for step in range(6)]
 def test_steps_that_return_no_loss_change_nothing_on_one_rank(optimizer: str) -> None:
     torch.manual_seed(3)
     plain = train_unsharded(Scores(False, optimizer), [[batch] for batch in STEPS[1::2]])
-    (found,) = run_each_on_ranks({str(depth): (_skip, optimizer, depth) for depth in (1, 2, 3)}, 1)
-    for state in found.values():
+    (results,) = run_each_on_ranks({str(depth): (_skip, optimizer, depth) for depth in (1, 2, 3)}, 1)
+    for state in results.values():
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(state[name], value, atol=1e-5, rtol=1e-5, msg=name)

@@ -19,7 +19,7 @@ WHO = {
 
 def _signalled(model: str, depth: int, in_validation: bool) -> dict[str, Seen]:
     step = 4 if in_validation else 5
-    return {who: signalled(depth, model, ranks, step, in_validation) for who, ranks in WHO.items()}
+    return {case: signalled(depth, model, ranks, step, in_validation) for case, ranks in WHO.items()}
 
 
 @pytest.mark.parametrize(
@@ -34,18 +34,18 @@ def _signalled(model: str, depth: int, in_validation: bool) -> dict[str, Seen]:
     ),
 )
 def test_all_ranks_stop_after_the_same_step(model: str, depth: int, in_validation: bool) -> None:
-    found = run_on_ranks(_signalled, 2, model, depth, in_validation)
-    for who in WHO:
-        one, other = (of_rank[who] for of_rank in found)
-        assert one.raised == other.raised == "SIGTERMException: 143", who
-        assert [line[0] for line in one.of("exception")] == [line[0] for line in other.of("exception")], who
-        assert one.of("exception"), who
-        assert one.returned == other.returned, who
+    per_rank_results = run_on_ranks(_signalled, 2, model, depth, in_validation)
+    for case in WHO:
+        first, other = (results[case] for results in per_rank_results)
+        assert first.raised == other.raised == "SIGTERMException: 143", case
+        assert [line[0] for line in first.of("exception")] == [line[0] for line in other.of("exception")], case
+        assert first.of("exception"), case
+        assert first.returned == other.returned, case
         if in_validation:
-            assert one.returned == 4, who
-            assert len(one.of("validation")) == len(other.of("validation")) < 4, who
+            assert first.returned == 4, case
+            assert len(first.of("validation")) == len(other.of("validation")) < 4, case
         else:
-            assert 5 <= one.returned <= 8, who
+            assert 5 <= first.returned <= 8, case
 
 
 def test_no_signal_stops_nothing() -> None:

@@ -14,8 +14,8 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_distrec.checkpoint.contents import verify
 from lightning_distrec.checkpoint.tools.describe import describe
+from lightning_distrec.cli.command_line import EXIT_OK
 from lightning_distrec.cli.main import main
-from lightning_distrec.cli.output import EXIT_OK
 from lightning_distrec.errors import DistRecError
 from lightning_distrec.sharding.planning.plan_file import load_plan
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of

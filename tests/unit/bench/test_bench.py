@@ -21,7 +21,7 @@ from lightning_distrec.bench.results import (
     run_rounds,
 )
 from lightning_distrec.bench.runs import BenchOptions, Case, MeasuredRun, arguments, failure_in, summarize
-from lightning_distrec.cli import bench as command
+from lightning_distrec.cli import job_commands as command
 from lightning_distrec.cli import main as cli
 
 OPTIONS = BenchOptions(configs=("a.yaml", "b.yaml"), steps=30, warmup_steps=5, timeout_seconds=60.0)

@@ -8,8 +8,8 @@ import torch
 
 from lightning_distrec.checkpoint.contents import verify
 from lightning_distrec.checkpoint.save import RankContent, take_folder_snapshot
+from lightning_distrec.cli.command_line import EXIT_ERROR, EXIT_OK
 from lightning_distrec.cli.main import main
-from lightning_distrec.cli.output import EXIT_ERROR, EXIT_OK
 from lightning_distrec.errors import CheckpointError
 from tests.support.checkpoint_folders import SingleRank, by_rows, write_folder
 from tests.support.plain_checkpoints import load

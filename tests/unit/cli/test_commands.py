@@ -1,5 +1,6 @@
 """The console script: its help, its exit codes and its errors."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_distrec.cli import fit, main
+from lightning_distrec.cli import command_line, lightning_cli, main
 from tests.support.checkpoint_folders import by_rows, write_folder
 from tests.support.limits import LIMIT_SECONDS
 
@@ -26,29 +27,29 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
     """Return a function that runs the script in an empty folder; it returns exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
 
-    def of(*args: str) -> tuple[int, str, str]:
+    def run_script(*args: str) -> tuple[int, str, str]:
         capsys.readouterr()
         try:
             code = main.main(args)
-        except SystemExit as leaving:
-            code = int(leaving.code or 0)
+        except SystemExit as exit_:
+            code = int(exit_.code or 0)
         return (code, *capsys.readouterr())
 
-    return of
+    return run_script
 
 
-def _folder(name: str, value: float = 1.0, **more: Any) -> str:
+def _folder(name: str, value: float = 1.0, **entries: Any) -> str:
     table = torch.full((300, 16), value)
     plan = {"films": {"cut": "row_wise", "kernel": "fused", "ranks": [0, 1]}}
     state = {"films.weight": by_rows(table, 100), "top.weight": torch.ones(3)}
-    write_folder(Path(name), {"state_dict": state, "optimizer_states": [], **more}, plan=plan)
+    write_folder(Path(name), {"state_dict": state, "optimizer_states": [], **entries}, plan=plan)
     return name
 
 
 def test_help_lists_all_commands(run: Run) -> None:
     code, text, _ = run("--help")
     assert code == 0
-    for name in (*LightningCLI.subcommands(), *main.COMMANDS):
+    for name in (*LightningCLI.subcommands(), *command_line.COMMANDS):
         assert f"\n    {name} " in text, name
     assert "Inspect a checkpoint, or merge a difference." in text
     assert run("-h") == (0, text, "")
@@ -56,13 +57,13 @@ def test_help_lists_all_commands(run: Run) -> None:
 
 
 def test_all_commands_of_lightning_are_listed() -> None:
-    assert set(main.LIGHTNING_COMMANDS) == set(LightningCLI.subcommands())
+    assert set(command_line.LIGHTNING_COMMANDS) == set(LightningCLI.subcommands())
 
 
 @pytest.mark.parametrize(
     "command",
     [
-        *((name,) for name in main.COMMANDS),
+        *((name,) for name in command_line.COMMANDS),
         ("checkpoint", "inspect"),
         ("checkpoint", "merge"),
     ],
@@ -111,18 +112,18 @@ def test_a_wrong_command_line_ends_with_2_and_a_reason(run: Run, args: tuple[str
 def test_lightnings_commands_and_options_reach_lightning(
     run: Run, args: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = []
-    monkeypatch.setattr(fit, "run", given.append)
+    lines: list[list[str]] = []
+    monkeypatch.setattr(lightning_cli, "run_lightning", lines.append)
     assert run(*args)[0] == 0
-    assert given == [list(args)]
+    assert lines == [list(args)]
 
 
 def test_a_command_named_by_the_environment_reaches_lightning(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Any] = []
-    monkeypatch.setattr(fit, "run", given.append)
+    lines: list[list[str]] = []
+    monkeypatch.setattr(lightning_cli, "run_lightning", lines.append)
     monkeypatch.setenv("PL_SUBCOMMAND", "fit")
     assert run()[0] == 0
-    assert given == [[]]
+    assert lines == [[]]
 
 
 def test_a_second_fit_in_the_same_folder_replaces_its_config(tmp_path: Path) -> None:
@@ -152,9 +153,9 @@ def test_inspect_prints_for_people_and_for_programs(run: Run) -> None:
     assert text.startswith("a.ckpt: checkpoint of lightning_distrec, complete, ")
     assert "films.weight" in text
     code, text, error = run("checkpoint", "inspect", "a.ckpt", "--json")
-    found = json.loads(text)
+    description = json.loads(text)
     assert (code, error) == (0, "")
-    assert (found["complete"], found["step"], [t["name"] for t in found["tensors"]]) == (
+    assert (description["complete"], description["step"], [t["name"] for t in description["tensors"]]) == (
         True,
         30,
         ["films.weight", "top.weight"],
@@ -176,18 +177,19 @@ def test_inspect_of_what_is_incomplete_ends_with_2_and_one_line(run: Run) -> Non
     assert error.count("\n") == 1
     code, text, error_again = run("checkpoint", "inspect", "a.ckpt", "--json")
     assert (code, error_again) == (2, error)
-    found = json.loads(text)
-    assert (found["complete"], found["problem"]) == (False, error.removeprefix("lightning-distrec: ").strip())
+    description = json.loads(text)
+    assert not description["complete"]
+    assert description["problem"] == error.removeprefix("lightning-distrec: ").strip()
 
 
 def test_unexpected_errors_are_not_hidden(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_distrec.checkpoint.tools import describe
+    from lightning_distrec.cli import checkpoint_commands
 
     def fail(path: Path) -> None:
-        raise RuntimeError("ours")
+        raise RuntimeError("unexpected")
 
-    monkeypatch.setattr(describe, "describe", fail)
-    with pytest.raises(RuntimeError, match="ours"):
+    monkeypatch.setattr(checkpoint_commands, "describe", fail)
+    with pytest.raises(RuntimeError, match="unexpected"):
         run("checkpoint", "inspect", "a.ckpt")
 
 
@@ -216,7 +218,7 @@ def test_the_commands_load_neither_torchrec_nor_a_process_group(tmp_path: Path) 
 def test_help_starts_without_torchrec() -> None:
     code = """
         import contextlib, sys
-        from importlib import import_module
+        from lightning_distrec.cli.command_line import COMMANDS
         from lightning_distrec.cli.main import main
 
         def loaded(*names):
@@ -227,7 +229,7 @@ def test_help_starts_without_torchrec() -> None:
                 main(args)
             print(*args, loaded("torchrec", "fbgemm_gpu", "lightning.pytorch.cli"), file=sys.stderr)
         for command in ("advise", "plan", "export", "checkpoint"):
-            import_module(f"lightning_distrec.cli.{command}").parser().format_help()
+            COMMANDS[command].parser().format_help()
             print(command, loaded("torchrec", "fbgemm_gpu"), file=sys.stderr)
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
@@ -254,14 +256,14 @@ def test_an_export_that_gets_sigterm_leaves_nothing(tmp_path: Path, monkeypatch:
         os.kill(os.getpid(), signal.SIGTERM)
         return as_bytes(piece)
 
-    before = signal.getsignal(signal.SIGTERM)
+    earlier_handler = signal.getsignal(signal.SIGTERM)
     _folder(str(tmp_path / "a.ckpt"))
     monkeypatch.setattr(torch_file, "block_bytes", ask_to_end)
-    with pytest.raises(SystemExit) as leaving:
+    with pytest.raises(SystemExit) as exit_:
         main.main(["export", str(tmp_path / "a.ckpt"), str(tmp_path / "out.pt")])
-    assert leaving.value.code == 128 + signal.SIGTERM
+    assert exit_.value.code == 128 + signal.SIGTERM
     assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.getsignal(signal.SIGTERM) == earlier_handler
 
 
 def test_versions_are_printed(run: Run) -> None:
@@ -290,8 +292,8 @@ def test_where_torchrec_is_not_installed_the_line_that_installs_it_is_printed(tm
         for command in (["--version"], ["fit", "--config", "job.yaml"]):
             try:
                 main(command)
-            except SystemExit as leaving:
-                print("exit code", leaving.code)
+            except SystemExit as exit_:
+                print("exit code", exit_.code)
         try:
             Trainer(strategy="torchrec_sharded", accelerator="cpu", logger=False)
         except VersionError as error:
@@ -332,9 +334,9 @@ def test_a_logger_without_its_package_is_one_line(run: Run, monkeypatch: pytest.
         "trainer:\n  logger:\n  - class_path: lightning.pytorch.loggers.CSVLogger\n    init_args: {save_dir: a}\n"
         "  - class_path: lightning.pytorch.loggers.TensorBoardLogger\n    init_args: {save_dir: a}\n"
     )
-    found = fit.importlib.util.find_spec
-    hidden = fit.LOGGER_PACKAGES["TensorBoardLogger"]
-    monkeypatch.setattr(fit.importlib.util, "find_spec", lambda name: None if name in hidden else found(name))
+    find_spec = importlib.util.find_spec
+    hidden = lightning_cli.LOGGER_PACKAGES["TensorBoardLogger"]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else find_spec(name))
     code, _, errors = run("fit", "--config", str(config))
     assert code == 2
     assert errors.splitlines()[-1] == (

@@ -79,14 +79,14 @@ class BuiltFromNumbers(Huge):
 
     def __init__(self) -> None:
         super().__init__()
-        self.more = ReadsNumbers()
+        self.reader = ReadsNumbers()
 
 
 class ConfiguredFromNumbers(Huge):
     """Builds that layer later."""
 
     def configure_model(self) -> None:
-        self.more = ReadsNumbers()
+        self.reader = ReadsNumbers()
 
 
 class NoData(pl.LightningDataModule):
@@ -104,11 +104,11 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
     for variable in ("INTRA_NODE_BANDWIDTH", "CROSS_NODE_BANDWIDTH", "STORAGE_RESERVE_PERCENT"):
         monkeypatch.delenv(variable, raising=False)
 
-    def of(model: str, *args: str, strategy: Any = "torchrec_sharded", **trainer: Any) -> tuple[int, str, str]:
-        here = "tests.unit.cli.test_plan_command."
+    def run_plan(model: str, *args: str, strategy: Any = "torchrec_sharded", **trainer: Any) -> tuple[int, str, str]:
+        package = "tests.unit.cli.test_plan_command."
         config = {
-            "model": {"class_path": here + model},
-            "data": {"class_path": here + "NoData"},
+            "model": {"class_path": package + model},
+            "data": {"class_path": package + "NoData"},
             "trainer": {"accelerator": "gpu", "devices": 8, "num_nodes": 4, "strategy": strategy} | trainer,
         }
         Path("job.yaml").write_text(yaml.safe_dump(config))
@@ -116,7 +116,7 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
         code = cli.main(["plan", "--config", "job.yaml", *args])
         return (code, *capsys.readouterr())
 
-    return of
+    return run_plan
 
 
 def _torchrec(**options: Any) -> dict[str, Any]:
@@ -124,59 +124,59 @@ def _torchrec(**options: Any) -> dict[str, Any]:
 
 
 def test_tables_of_ten_billion_rows_are_planned_without_memory_for_them(run: Run, tmp_path: Path) -> None:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    earlier_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     code, text, _ = run("Huge", "--device-memory", "80GB", "--quick", "--json", "--save-plan", "plans/plan.json")
-    found = json.loads(text)
+    report = json.loads(text)
     assert code == 0
-    assert found["fits"] is True
-    assert found["table_bytes"] == (10**10 + 4_096 + 5_000) * 16 * 4
-    assert sum(found["ranks"]["memory_bytes"]) > found["table_bytes"]
-    assert max(found["ranks"]["memory_bytes"]) <= 80 * GB * 0.85
-    assert len(found["ranks"]["milliseconds"]) == found["num_nodes"] * found["ranks_per_node"] == 32
-    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < GB
+    assert report["fits"] is True
+    assert report["table_bytes"] == (10**10 + 4_096 + 5_000) * 16 * 4
+    assert sum(report["ranks"]["memory_bytes"]) > report["table_bytes"]
+    assert max(report["ranks"]["memory_bytes"]) <= 80 * GB * 0.85
+    assert len(report["ranks"]["milliseconds"]) == report["num_nodes"] * report["ranks_per_node"] == 32
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - earlier_bytes) * 1024 < GB
     assert load_plan(tmp_path / "plans" / "plan.json").num_ranks == 32
 
 
 def test_tables_in_groups_are_planned_for_one_group(run: Run) -> None:
-    for interval, wanted in ((1, "gradients of rows at each step"), (100, "averaged once in 100 steps")):
+    for interval, expected in ((1, "gradients of rows at each step"), (100, "averaged once in 100 steps")):
         groups = _torchrec(sharding_groups={"size": 16, "sync_interval": interval})
         code, text, _ = run("Batched", "--device-memory", "80GB", "--save-plan", "plan.json", strategy=groups)
         assert code == 0
         text = " ".join(text.split())
         assert "on 32 ranks on 4 nodes" in text
         assert "Between groups: " in text
-        assert wanted in text
+        assert expected in text
         assert "was not searched for: sharding_groups set the ranks" in text
         assert load_plan("plan.json").num_ranks == 16
-    code, _, said = run("Batched", "--device-memory", "80GB", strategy=_torchrec(sharding_groups={"size": 5}))
+    code, _, message = run("Batched", "--device-memory", "80GB", strategy=_torchrec(sharding_groups={"size": 5}))
     assert code != 0
-    assert "size=5 does not divide the 32 ranks" in said
+    assert "size=5 does not divide the 32 ranks" in message
 
 
 def test_the_batch_size_is_that_of_the_yaml_unless_one_is_given(run: Run) -> None:
-    for args, strategy, wanted in (
+    for args, strategy, expected in (
         ([], "torchrec_sharded", (96, "batch_size of the YAML")),
         ([], _torchrec(batch_size_per_rank=32), (32, "batch_size_per_rank")),
         (["--batch-size", "7"], "torchrec_sharded", (7, "--batch-size")),
     ):
-        found = json.loads(run("Batched", "--device-memory", "80GB", "--quick", "--json", *args, strategy=strategy)[1])
-        assert found["planned_with"][0] == ["examples per rank", str(wanted[0]), wanted[1]]
-        assert found["batch_size_per_rank"] == wanted[0]
+        report = json.loads(run("Batched", "--device-memory", "80GB", "--quick", "--json", *args, strategy=strategy)[1])
+        assert report["planned_with"][0] == ["examples per rank", str(expected[0]), expected[1]]
+        assert report["batch_size_per_rank"] == expected[0]
 
 
 def test_layers_without_tables_count_and_are_reserved_where_they_need_more_than_the_default(run: Run) -> None:
-    found = json.loads(run("Batched", "--device-memory", "80GB", "--quick", "--json")[1])
-    assert found["ranks"]["dense_bytes"] == 2 * 4 * (4 * 4 + 4)  # parameters and gradients; SGD keeps nothing
-    parts = found["ranks"]["memory_bytes_by_part"]
-    assert sum(map(sum, parts.values())) == sum(found["ranks"]["memory_bytes"])
+    report = json.loads(run("Batched", "--device-memory", "80GB", "--quick", "--json")[1])
+    assert report["ranks"]["dense_bytes"] == 2 * 4 * (4 * 4 + 4)  # parameters and gradients; SGD keeps nothing
+    parts = report["ranks"]["memory_bytes_by_part"]
+    assert sum(map(sum, parts.values())) == sum(report["ranks"]["memory_bytes"])
     code, text, _ = run("Batched", "--device-memory", "500B", "--quick")
     assert code == 1
     assert "160 B reserved (what layers without tables need, more than 15%)" in " ".join(text.split())
 
 
 def test_the_batch_and_the_nodes_are_as_far_as_plans_go(run: Run) -> None:
-    found = json.loads(run("Huge", "--device-memory", "80GB", "--json")[1])
-    batch, nodes = found["largest_batch"], found["min_nodes"]
+    report = json.loads(run("Huge", "--device-memory", "80GB", "--json")[1])
+    batch, nodes = report["largest_batch"], report["min_nodes"]
     assert (nodes["fits"], batch["ended_early"], nodes["ended_early"]) == (2, None, None)
     assert batch["fits"] > 512
     for flag, edge in (("--batch-size", batch), ("--nodes", nodes)):
@@ -214,11 +214,11 @@ def test_it_prints_one_screen_and_writes_the_page(run: Run) -> None:
         "sent to other",
     ):
         assert row in text
-    said = " ".join(text.split())
-    assert "Planned with: 512 examples per rank (assumed), 74.5 GiB per rank (--device-memory), 15% reserved" in said
-    assert "one id per example and feature is assumed for 3 tables without pooling_factor" in said
-    assert "15% of a rank is reserved for them and for layers without tables (default), whatever the batch size" in said
-    assert "--quick: the largest batch and the minimum number of nodes were not searched for" in said
+    line = " ".join(text.split())
+    assert "Planned with: 512 examples per rank (assumed), 74.5 GiB per rank (--device-memory), 15% reserved" in line
+    assert "one id per example and feature is assumed for 3 tables without pooling_factor" in line
+    assert "15% of a rank is reserved for them and for layers without tables (default), whatever the batch size" in line
+    assert "--quick: the largest batch and the minimum number of nodes were not searched for" in line
     assert "3 tables over 32 ranks on 4 nodes: all tables fit" in Path("plan.html").read_text()
 
 
@@ -229,17 +229,17 @@ def test_the_options_of_the_strategy_count_and_those_of_the_command_line_more(ru
         tables={"huge": {"sharding_types": ["row_wise"], "pooling_factor": 3}},
         planning={"reserve": "10%", "bandwidths": {"cross_node": "30GB/s", "intra_node": "400GB/s"}},
     )
-    found = json.loads(run("Huge", "--quick", "--json", "--save-plan", "plan.json", strategy=strategy)[1])
-    origins = {what: (value, origin) for what, value, origin in found["planned_with"]}
-    assert (found["batch_size_per_rank"], found["memory_bytes_per_rank"]) == (64, 70 * GB)
+    report = json.loads(run("Huge", "--quick", "--json", "--save-plan", "plan.json", strategy=strategy)[1])
+    origins = {name: (value, origin) for name, value, origin in report["planned_with"]}
+    assert (report["batch_size_per_rank"], report["memory_bytes_per_rank"]) == (64, 70 * GB)
     assert origins["reserved for all but tables"] == ("10%", "argument")
     assert origins["cross_node"] == ("30.0 GB/s", "argument")
     assert load_plan("plan.json").tables["bags.huge"].sharding_type == "row_wise"
-    assert "one id per example and feature is assumed for 2 tables" in " ".join(found["assumed"])
+    assert "one id per example and feature is assumed for 2 tables" in " ".join(report["assumed"])
     args = ["--batch-size", "128", "--device-memory", "40GB", "--reserve", "5GB", "--bandwidth", "cross_node=25GB/s"]
-    found = json.loads(run("Huge", "--quick", "--json", *args, strategy=strategy)[1])
-    origins = {what: (value, origin) for what, value, origin in found["planned_with"]}
-    assert (found["batch_size_per_rank"], found["memory_bytes_per_rank"]) == (128, 40 * GB)
+    report = json.loads(run("Huge", "--quick", "--json", *args, strategy=strategy)[1])
+    origins = {name: (value, origin) for name, value, origin in report["planned_with"]}
+    assert (report["batch_size_per_rank"], report["memory_bytes_per_rank"]) == (128, 40 * GB)
     assert origins["reserved for all but tables"] == ("4.7 GiB", "argument")
     assert origins["cross_node"] == ("25.0 GB/s", "--bandwidth")
     assert origins["intra_node"] == ("400.0 GB/s", "argument")
@@ -255,25 +255,25 @@ def test_tables_may_lie_in_the_hosts_memory_where_it_is_given_how_much_there_is(
 
 def test_what_was_assumed_is_reported(run: Run) -> None:
     memory = ("--device-memory", "80GB", "--quick", "--json")
-    found = json.loads(run("NeedsTrainer", "--nodes", "8", *memory)[1])
-    assert "configure_optimizers failed without a Trainer (RuntimeError: NeedsTrainer is not attached to" in str(found)
-    assert sum(found["ranks"]["memory_bytes"]) > 3 * found["table_bytes"]
-    own = _torchrec(table_optimizer={"class_path": "torchrec.optim.RowWiseAdagrad", "init_args": {"lr": 0.1}})
-    found = json.loads(run("NeedsTrainer", "--nodes", "8", *memory, strategy=own)[1])
-    assert "configure_optimizers failed" not in str(found)
-    assert sum(found["ranks"]["memory_bytes"]) < 1.1 * found["table_bytes"]
-    said = str(json.loads(run("Huge", *memory, strategy="ddp")[1])["assumed"])
-    assert "the strategy is ddp: the plan is for torchrec_sharded with its defaults" in said
+    report = json.loads(run("NeedsTrainer", "--nodes", "8", *memory)[1])
+    assert "configure_optimizers failed without a Trainer (RuntimeError: NeedsTrainer is not attached to" in str(report)
+    assert sum(report["ranks"]["memory_bytes"]) > 3 * report["table_bytes"]
+    adagrad = _torchrec(table_optimizer={"class_path": "torchrec.optim.RowWiseAdagrad", "init_args": {"lr": 0.1}})
+    report = json.loads(run("NeedsTrainer", "--nodes", "8", *memory, strategy=adagrad)[1])
+    assert "configure_optimizers failed" not in str(report)
+    assert sum(report["ranks"]["memory_bytes"]) < 1.1 * report["table_bytes"]
+    assumed = str(json.loads(run("Huge", *memory, strategy="ddp")[1])["assumed"])
+    assert "the strategy is ddp: the plan is for torchrec_sharded with its defaults" in assumed
     options = _torchrec(planning={"bandwidths": "measure", "estimate_pooling": 3})
-    said = str(json.loads(run("Huge", *memory, strategy=options)[1])["assumed"])
-    assert "cannot be measured without ranks: torchrec's defaults are used" in said
-    assert "planning.estimate_pooling: no data is read, so ids per example are not counted" in said
-    said = str(json.loads(run("Huge", *memory, accelerator="auto")[1])["assumed"])
-    assert "accelerator: auto is " in said
+    assumed = str(json.loads(run("Huge", *memory, strategy=options)[1])["assumed"])
+    assert "cannot be measured without ranks: torchrec's defaults are used" in assumed
+    assert "planning.estimate_pooling: no data is read, so ids per example are not counted" in assumed
+    assumed = str(json.loads(run("Huge", *memory, accelerator="auto")[1])["assumed"])
+    assert "accelerator: auto is " in assumed
 
 
 @pytest.mark.parametrize(
-    ("model", "args", "said"),
+    ("model", "args", "message"),
     [
         ("Huge", ("--nodes", "0"), "--nodes 0: must be at least 1."),
         ("Huge", ("--devices", "-1"), "--devices -1: must be at least 1."),
@@ -304,14 +304,14 @@ def test_what_was_assumed_is_reported(run: Run) -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_reported_in_one_line(run: Run, model: str, args: tuple[str, ...], said: str) -> None:
+def test_what_cannot_be_is_reported_in_one_line(run: Run, model: str, args: tuple[str, ...], message: str) -> None:
     code, out, error = run(model, *args)
     assert (code, out) == (2, "")
     last = error.splitlines()[-1]
     assert last.startswith("lightning-distrec: ")
-    assert said in last
+    assert message in last
 
 
 def test_a_config_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan"]) == 2
-    assert "plan: no --config is given. Name the YAML that `fit` would be given." in capsys.readouterr().err
+    assert "plan: --config is missing. Give it the YAML file that fit would get." in capsys.readouterr().err

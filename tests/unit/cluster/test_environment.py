@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_distrec.cluster.environment import check_numbers
-from lightning_distrec.cluster.launched import Launched, by_open_mpi, by_torchrun, by_variables
+from lightning_distrec.cluster.launched import Launched, read_open_mpi, read_pytorchjob, read_torchrun
 from lightning_distrec.cluster.rendezvous import MeetingPoint
 from lightning_distrec.errors import ConfigError
 
@@ -49,7 +49,7 @@ TORCHRUN = {
 
 
 def test_torchrun_gives_all_and_hosts_the_meeting() -> None:
-    launched = by_torchrun(TORCHRUN)
+    launched = read_torchrun(TORCHRUN)
     assert launched == Launched(
         "torchrun",
         rank=2,
@@ -62,26 +62,26 @@ def test_torchrun_gives_all_and_hosts_the_meeting() -> None:
         job="torchrun-abc_1",
         attempt=2,
     )
-    assert by_torchrun(TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}).job == "", "all that have no name are called so"
-    assert by_torchrun({}) is None
+    assert read_torchrun(TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}).job == "", "all that have no name are called so"
+    assert read_torchrun({}) is None
     with pytest.raises(ConfigError, match="WORLD_SIZE is three: .* must be a number"):
-        by_torchrun(TORCHRUN | {"WORLD_SIZE": "three"})
+        read_torchrun(TORCHRUN | {"WORLD_SIZE": "three"})
 
 
 def test_open_mpi_needs_an_address_for_several_nodes() -> None:
-    given = {"RANK": "2", "SIZE": "4", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}
-    given = {f"OMPI_COMM_WORLD_{name}": value for name, value in given.items()}
+    environ = {"RANK": "2", "SIZE": "4", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}
+    environ = {f"OMPI_COMM_WORLD_{name}": value for name, value in environ.items()}
     with pytest.raises(ConfigError, match="mpirun -x MASTER_ADDR=node1"):
-        by_open_mpi(given)
-    launched = by_open_mpi(given | {"MASTER_ADDR": "node1"})
+        read_open_mpi(environ)
+    launched = read_open_mpi(environ | {"MASTER_ADDR": "node1"})
     assert (launched.rank, launched.num_ranks, launched.node, launched.num_nodes) == (2, 4, 1, 2)
-    assert by_open_mpi(given | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}).point.host == "127.0.0.1"
-    assert by_open_mpi({}) is None
+    assert read_open_mpi(environ | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}).point.host == "127.0.0.1"
+    assert read_open_mpi({}) is None
 
 
 def test_variables_of_a_pytorchjob_and_of_lightnings_own_launcher_are_distinguished() -> None:
-    given = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
-    launched = by_variables(given)
+    environ = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
+    launched = read_pytorchjob(environ)
     assert (launched.rank, launched.num_ranks, launched.local_num_ranks, launched.num_nodes) == (1, 3, 1, 3)
-    assert by_variables(given | {"LOCAL_RANK": "1"}) is None
-    assert by_variables({name: value for name, value in given.items() if name != "RANK"}) is None
+    assert read_pytorchjob(environ | {"LOCAL_RANK": "1"}) is None
+    assert read_pytorchjob({name: value for name, value in environ.items() if name != "RANK"}) is None

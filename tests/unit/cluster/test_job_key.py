@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_distrec.cluster import job_key
-from lightning_distrec.cluster.job_key import VARIABLE, JobKey, key_by_offer, key_of_rank_0
+from lightning_distrec.cluster.job_key import KEY_VARIABLE, JobKey, choose_key, find_key
 from lightning_distrec.errors import RendezvousError
 from tests.support.debian import require
 
@@ -28,17 +28,17 @@ def _agree(key: JobKey, other: JobKey) -> bool:
 
 
 def test_the_variable_is_the_key_of_those_that_have_it() -> None:
-    key = key_of_rank_0({VARIABLE: "one"})
-    assert _agree(key, key_by_offer(key.offer, {VARIABLE: "one"}))
-    assert not _agree(key, key_by_offer(key.offer, {VARIABLE: "two"}))
-    with pytest.raises(RendezvousError, match=f"rank 0 has {VARIABLE} in its environment, and this rank has not"):
-        key_by_offer(key.offer, {})
+    key = choose_key({KEY_VARIABLE: "one"})
+    assert _agree(key, find_key(key.offer, {KEY_VARIABLE: "one"}))
+    assert not _agree(key, find_key(key.offer, {KEY_VARIABLE: "two"}))
+    with pytest.raises(RendezvousError, match=f"rank 0 has {KEY_VARIABLE} in its environment, and this rank has not"):
+        find_key(key.offer, {})
     assert "one" not in f"{key}{key.offer}"
 
 
 def test_ranks_that_start_at_the_same_time_find_one_file_of_this_user_alone(home: Path) -> None:
     keys: list[JobKey] = []
-    threads = [threading.Thread(target=lambda: keys.append(key_of_rank_0({}))) for _ in range(16)]
+    threads = [threading.Thread(target=lambda: keys.append(choose_key({}))) for _ in range(16)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -48,25 +48,25 @@ def test_ranks_that_start_at_the_same_time_find_one_file_of_this_user_alone(home
     folder = home / ".config" / "lightning_distrec"
     assert [path.name for path in folder.iterdir()] == ["key"]
     assert stat.S_IMODE((folder / "key").stat().st_mode) == 0o600
-    assert _agree(keys[0], key_by_offer(keys[0].offer, {}))
+    assert _agree(keys[0], find_key(keys[0].offer, {}))
 
 
 def test_a_file_that_others_may_read_is_refused(home: Path) -> None:
-    key = key_of_rank_0({})
+    key = choose_key({})
     os.chmod(key.origin, 0o644)
     with pytest.raises(RendezvousError, match="may be read by others than this user. Delete it"):
-        key_of_rank_0({})
+        choose_key({})
 
 
 def test_without_a_home_the_file_is_on_this_machine_and_without_that_the_variable_is_asked_for(
     home: Path, tmp_path: Path
 ) -> None:
     home.write_text("not a folder")
-    assert key_of_rank_0({}).origin.startswith(str(tmp_path / "tmp"))
+    assert choose_key({}).origin.startswith(str(tmp_path / "tmp"))
     (tmp_path / "tmp").rename(tmp_path / "gone")
     (tmp_path / "tmp").write_text("not a folder")
-    with pytest.raises(RendezvousError, match=rf"no place for the key .*Set {VARIABLE} to the same secret text"):
-        key_of_rank_0({})
+    with pytest.raises(RendezvousError, match=rf"no place for the key .*Set {KEY_VARIABLE} to the same secret text"):
+        choose_key({})
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def munge(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
         while not (folder / "s").exists():
             assert daemon.poll() is None
             time.sleep(0.05)
-        monkeypatch.setattr(job_key, "_socket_of_slurm", lambda: [f"--socket={folder}/s"])
+        monkeypatch.setattr(job_key, "_find_munge_socket", lambda: [f"--socket={folder}/s"])
         yield
     finally:
         daemon.terminate()
@@ -95,14 +95,14 @@ def munge(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.cluster
 def test_in_a_slurm_job_munge_seals_the_key_for_this_user(munge: None) -> None:
-    key = key_of_rank_0({"SLURM_JOB_ID": "1"})
+    key = choose_key({"SLURM_JOB_ID": "1"})
     assert key.origin == "munge"
     for _ in range(2):  # munge notes that it opened a credential before
-        assert _agree(key, key_by_offer(key.offer, {}))
+        assert _agree(key, find_key(key.offer, {}))
     assert key.secret.decode() not in key.offer
-    assert key_of_rank_0({"SLURM_JOB_ID": "1"}).secret != key.secret
+    assert choose_key({"SLURM_JOB_ID": "1"}).secret != key.secret
     sealed_by_another = subprocess.run(
-        ["munge", "--uid=65534", "--restrict-uid=0", *job_key._socket_of_slurm()],
+        ["munge", "--uid=65534", "--restrict-uid=0", *job_key._find_munge_socket()],
         input="a stranger's",
         capture_output=True,
         text=True,
@@ -110,4 +110,4 @@ def test_in_a_slurm_job_munge_seals_the_key_for_this_user(munge: None) -> None:
     ).stdout
     for offer in (sealed_by_another.strip(), "MUNGE:nonsense:"):
         with pytest.raises(RendezvousError, match="rank 0's munge credential cannot be opened here"):
-            key_by_offer(f"munge {offer}", {})
+            find_key(f"munge {offer}", {})

@@ -31,8 +31,8 @@ VALUES = st.recursive(
 
 def _types(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _types(one) for key, one in value.items()}
-    return [_types(one) for one in value] if isinstance(value, list | tuple) else type(value)
+        return {key: _types(item) for key, item in value.items()}
+    return [_types(item) for item in value] if isinstance(value, list | tuple) else type(value)
 
 
 @given(VALUES)

@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from lightning_distrec.cluster import introduction, rendezvous
 from lightning_distrec.cluster.introduction import listen_at
-from lightning_distrec.cluster.job_key import VARIABLE
+from lightning_distrec.cluster.job_key import KEY_VARIABLE
 from lightning_distrec.cluster.rendezvous import MeetingPoint, meet
 from lightning_distrec.errors import RendezvousError
 from tests.support.ports import free_ports
@@ -39,13 +39,13 @@ def _run(*calls: Callable[[], Any]) -> list[Any]:
     """Return what the calls return or raise, made at the same time."""
     outcomes: list[Any] = [None] * len(calls)
 
-    def run(which: int) -> None:
+    def run(index: int) -> None:
         try:
-            outcomes[which] = calls[which]()
+            outcomes[index] = calls[index]()
         except Exception as error:
-            outcomes[which] = error
+            outcomes[index] = error
 
-    threads = [threading.Thread(target=run, args=(which,)) for which in range(len(calls))]
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -54,11 +54,11 @@ def _run(*calls: Callable[[], Any]) -> list[Any]:
     return outcomes
 
 
-def _rank(point: MeetingPoint, rank: int, num_ranks: int, said: list[str], seconds: float = 10) -> Callable[[], str]:
+def _rank(point: MeetingPoint, rank: int, num_ranks: int, lines: list[str], seconds: float = 10) -> Callable[[], str]:
     nodes = [f"node{rank}" for rank in range(num_ranks)]
 
     def arrive() -> str:
-        store = meet(point, rank, num_ranks, seconds, said.append, nodes)
+        store = meet(point, rank, num_ranks, seconds, lines.append, nodes)
         if rank == 0:
             store.set("who", point.identity)
         name = store.get("who").decode()
@@ -71,9 +71,9 @@ def _rank(point: MeetingPoint, rank: int, num_ranks: int, said: list[str], secon
 
 
 def test_all_ranks_share_a_store(point: MeetingPoint) -> None:
-    said: list[str] = []
-    assert _run(*(_rank(point, rank, 3, said) for rank in range(3))) == ["job 1.0"] * 3
-    assert said == []
+    lines: list[str] = []
+    assert _run(*(_rank(point, rank, 3, lines) for rank in range(3))) == ["job 1.0"] * 3
+    assert lines == []
 
 
 def test_two_jobs_at_the_same_ports_each_find_their_own(point: MeetingPoint) -> None:
@@ -83,10 +83,10 @@ def test_two_jobs_at_the_same_ports_each_find_their_own(point: MeetingPoint) -> 
 
 
 def test_an_earlier_attempt_that_still_listens_is_passed_by(point: MeetingPoint) -> None:
-    said: list[str] = []
+    lines: list[str] = []
     outcomes = _run(
         _rank(replace(point, identity="job 1.0 restart 0"), 0, 2, [], seconds=3),
-        *(_rank(replace(point, identity="job 1.0 restart 1"), rank, 2, said) for rank in range(2)),
+        *(_rank(replace(point, identity="job 1.0 restart 1"), rank, 2, lines) for rank in range(2)),
     )
     assert outcomes[1:] == ["job 1.0 restart 1"] * 2
     assert isinstance(outcomes[0], RendezvousError)
@@ -96,7 +96,7 @@ def test_an_earlier_attempt_that_still_listens_is_passed_by(point: MeetingPoint)
 def test_whoever_else_listens_at_the_port_is_passed_by(point: MeetingPoint, greeting: bytes) -> None:
     with socket.create_server(("", point.ports[0])) as foreign:
         foreign.settimeout(0.1)
-        ended, kept = threading.Event(), []
+        ended, connections = threading.Event(), []
 
         def serve() -> None:
             while not ended.is_set():
@@ -104,7 +104,7 @@ def test_whoever_else_listens_at_the_port_is_passed_by(point: MeetingPoint, gree
                     connection, _ = foreign.accept()
                 except TimeoutError:
                     continue
-                kept.append(connection)
+                connections.append(connection)
                 connection.sendall(greeting)
 
         server = threading.Thread(target=serve)
@@ -114,24 +114,26 @@ def test_whoever_else_listens_at_the_port_is_passed_by(point: MeetingPoint, gree
         finally:
             ended.set()
             server.join()
-            for connection in kept:
+            for connection in connections:
                 connection.close()
 
 
 def test_a_rank_that_is_missing_is_named_on_all(point: MeetingPoint) -> None:
-    said: list[str] = []
-    outcomes = _run(*(_rank(point, rank, 4, said, seconds=1.5) for rank in (0, 1, 3)))
-    wanted = "3 of 4 ranks arrived at 127.0.0.1; waiting for rank 2 on node2"
+    lines: list[str] = []
+    outcomes = _run(*(_rank(point, rank, 4, lines, seconds=1.5) for rank in (0, 1, 3)))
+    expected = "3 of 4 ranks arrived at 127.0.0.1; waiting for rank 2 on node2"
     assert all(isinstance(outcome, RendezvousError) for outcome in outcomes)
-    assert [str(outcome) for outcome in outcomes] == [f"{wanted}: not within timeout_seconds=1.5."] * 3
-    assert said
-    assert all(line.startswith(f"{wanted}, after") for line in said), said
+    assert [str(outcome) for outcome in outcomes] == [f"{expected}: not within timeout_seconds=1.5."] * 3
+    assert lines
+    assert all(line.startswith(f"{expected}, after") for line in lines), lines
 
 
 def test_why_nobody_else_may_come_is_told_where_nobody_has_come(point: MeetingPoint) -> None:
     hinted = replace(point, hint=" (unset LOCAL_RANK)")
-    (alone,) = _run(_rank(hinted, 0, 3, [], seconds=0.5))
-    assert "1 of 3 ranks arrived at 127.0.0.1; waiting for rank 1 on node1, rank 2 on node2 (unset LOCAL" in str(alone)
+    (failure,) = _run(_rank(hinted, 0, 3, [], seconds=0.5))
+    assert "1 of 3 ranks arrived at 127.0.0.1; waiting for rank 1 on node1, rank 2 on node2 (unset LOCAL" in str(
+        failure
+    )
     (lost,) = _run(_rank(hinted, 1, 3, [], seconds=0.5))
     assert "(unset LOCAL_RANK): not within timeout_seconds=0.5" in str(lost)
     outcomes = _run(*(_rank(hinted, rank, 3, [], seconds=1) for rank in (0, 1)))
@@ -139,10 +141,10 @@ def test_why_nobody_else_may_come_is_told_where_nobody_has_come(point: MeetingPo
 
 
 def test_a_missing_first_rank_is_reported_by_the_others(point: MeetingPoint) -> None:
-    said: list[str] = []
-    (outcome,) = _run(_rank(point, 1, 2, said, seconds=1))
+    lines: list[str] = []
+    (outcome,) = _run(_rank(point, 1, 2, lines, seconds=1))
     assert str(outcome).startswith(f"waiting for rank 0 at 127.0.0.1, port {point.ports[0]} and 2 others: not within")
-    assert said
+    assert lines
 
 
 def test_ranks_that_count_differently_are_reported(point: MeetingPoint) -> None:
@@ -172,7 +174,7 @@ def test_one_rank_needs_nobody(point: MeetingPoint) -> None:
 @pytest.fixture
 def set_key(monkeypatch: pytest.MonkeyPatch) -> SetKey:
     """Set the key of the ranks that start from now on."""
-    return lambda key: monkeypatch.setenv(VARIABLE, key)
+    return lambda key: monkeypatch.setenv(KEY_VARIABLE, key)
 
 
 def _first_line(host: str, port: int, answer: bytes = b"\n") -> bytes:
@@ -185,7 +187,7 @@ def test_a_stranger_learns_neither_the_job_nor_where_its_store_is(
     point: MeetingPoint, set_key: Callable[[str], None]
 ) -> None:
     set_key("a secret")
-    said: list[str] = []
+    lines: list[str] = []
     learned: list[bytes] = []
 
     def ask() -> None:
@@ -198,15 +200,15 @@ def test_a_stranger_learns_neither_the_job_nor_where_its_store_is(
     def late() -> str:
         while len(learned) < 3:
             time.sleep(0.01)
-        return _rank(point, 1, 2, said)()
+        return _rank(point, 1, 2, lines)()
 
-    assert _run(_rank(point, 0, 2, said), late, ask)[:2] == ["job 1.0"] * 2
+    assert _run(_rank(point, 0, 2, lines), late, ask)[:2] == ["job 1.0"] * 2
     keys = [sorted(json.loads(line)) for lines in learned for line in lines.splitlines()]
     hello = ["job", "nonce", "offer"]
     assert keys == [hello, hello, [], hello, []], "an empty answer to a wrong proof, and none to none"
     assert all(b"job 1.0" not in lines and b"secret" not in lines for lines in learned)
     refused = "refused a process at 127.0.0.1, which asked for the ranks of this job without its key."
-    assert said == [refused], "once for each address"
+    assert lines == [refused], "once for each address"
 
 
 def test_a_rank_with_another_key_is_refused_and_says_what_to_set(
@@ -224,15 +226,17 @@ def test_a_rank_with_another_key_is_refused_and_says_what_to_set(
     set_key("another secret")
     (refused,) = _run(_rank(point, 1, 2, [], seconds=3))
     thread.join()
-    assert str(refused).startswith(f"rank 0 at 127.0.0.1 does not have the key that this rank has from {VARIABLE}. Set")
+    assert str(refused).startswith(
+        f"rank 0 at 127.0.0.1 does not have the key that this rank has from {KEY_VARIABLE}. Set"
+    )
     assert "waiting for rank 1" in str(outcomes[0])
 
 
-def _other_than(before: str, of_job: PrefixStore) -> str:
+def _other_than(earlier_attempt: str, job_store: PrefixStore) -> str:
     """Return the identity of the attempt after another, once it is there."""
-    while not of_job.check(["latest"]) or of_job.get("latest").decode() == before:
+    while not job_store.check(["latest"]) or job_store.get("latest").decode() == earlier_attempt:
         time.sleep(0.02)
-    return of_job.get("latest").decode()
+    return job_store.get("latest").decode()
 
 
 def test_attempts_in_a_launchers_store_do_not_meet_what_is_left_of_earlier_ones(point: MeetingPoint) -> None:
@@ -240,14 +244,14 @@ def test_attempts_in_a_launchers_store_do_not_meet_what_is_left_of_earlier_ones(
     agent = TCPStore("127.0.0.1", point.ports[0], is_master=True, wait_for_workers=False)
     hosted = replace(point, ports=point.ports[:1], is_hosted=True)
     assert _run(*(_rank(hosted, rank, 2, []) for rank in range(2))) == ["job 1.0"] * 2
-    before = PrefixStore(hosted.identity, agent).get("latest").decode()
+    earlier_attempt = PrefixStore(hosted.identity, agent).get("latest").decode()
 
     def late() -> Any:
         time.sleep(1.5)
         return _rank(hosted, 0, 2, [])()
 
     assert _run(late, _rank(hosted, 1, 2, [])) == ["job 1.0"] * 2
-    assert _other_than(before, PrefixStore(hosted.identity, agent)) != before
+    assert _other_than(earlier_attempt, PrefixStore(hosted.identity, agent)) != earlier_attempt
 
 
 @pytest.mark.parametrize("late_seconds", [0, 1], ids=["together", "the other rank after the refusal"])
@@ -257,10 +261,10 @@ def test_who_takes_a_ranks_place_in_a_launchers_store_is_refused_on_all(
     set_key("a secret")
     agent = TCPStore("127.0.0.1", point.ports[0], is_master=True, wait_for_workers=False)
     hosted = replace(point, ports=point.ports[:1], is_hosted=True)
-    of_job = PrefixStore(hosted.identity, agent)
+    job_store = PrefixStore(hosted.identity, agent)
 
     def take_its_place() -> None:
-        latest = _other_than("", of_job)
+        latest = _other_than("", job_store)
         place = PrefixStore(latest, agent)
         place.set("arrived/1", json.dumps({"num_ranks": 3, "nonce": "x", "proof": "0" * 64}))
 
@@ -272,8 +276,8 @@ def test_who_takes_a_ranks_place_in_a_launchers_store_is_refused_on_all(
     thread.start()
     outcomes = _run(_rank(hosted, 0, 3, []), last)
     thread.join()
-    wanted = f"rank 1 does not have the key of this job, which rank 0 has from {VARIABLE}. Set {VARIABLE}"
-    assert all(str(outcome).startswith(wanted) for outcome in outcomes), outcomes
+    expected = f"rank 1 does not have the key of this job, which rank 0 has from {KEY_VARIABLE}. Set {KEY_VARIABLE}"
+    assert all(str(outcome).startswith(expected) for outcome in outcomes), outcomes
 
 
 def test_who_takes_rank_0s_place_in_a_launchers_store_is_refused(

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lightning_distrec.cluster import slurm
-from lightning_distrec.cluster.slurm import by_srun, counts, hosts, in_step, refuse_lone_script
+from lightning_distrec.cluster.slurm import expand_counts, expand_hosts, in_step, read_srun, refuse_lone_script
 from lightning_distrec.errors import ConfigError
 
 Variables = dict[str, str]
@@ -14,7 +14,7 @@ Variables = dict[str, str]
 def _task(rank: int = 0, **changes: Any) -> Variables:
     """Return the variables of `srun -N2 -n3`, rank 0, 1 or 2."""
     node = int(rank == 2)
-    given = {
+    fields = {
         "JOB_ID": 3,
         "STEP_ID": 0,
         "STEP_NODELIST": "node[1-2]",
@@ -30,13 +30,13 @@ def _task(rank: int = 0, **changes: Any) -> Variables:
         "LOCALID": (0, 1, 0)[rank],
         "NODEID": node,
     } | changes
-    return {f"SLURM_{name}": str(value) for name, value in given.items() if value is not None}
+    return {f"SLURM_{name}": str(value) for name, value in fields.items() if value is not None}
 
 
 def _alone(**changes: Any) -> Variables:
     """Return the variables of `srun -n1`."""
-    one = {"STEP_NODELIST": "node1", "STEP_NUM_NODES": 1, "STEP_NUM_TASKS": 1, "STEP_TASKS_PER_NODE": "1"}
-    return _task(**(one | {"NNODES": 1, "NTASKS": 1, "TASKS_PER_NODE": "1", "GTIDS": "0"} | changes))
+    fields = {"STEP_NODELIST": "node1", "STEP_NUM_NODES": 1, "STEP_NUM_TASKS": 1, "STEP_TASKS_PER_NODE": "1"}
+    return _task(**(fields | {"NNODES": 1, "NTASKS": 1, "TASKS_PER_NODE": "1", "GTIDS": "0"} | changes))
 
 
 STEP = dict.fromkeys(("STEP_ID", "STEP_NODELIST", "STEP_NUM_NODES", "STEP_NUM_TASKS", "STEP_TASKS_PER_NODE"))
@@ -58,19 +58,19 @@ NO_TASKS: dict[str, Variables] = {
 @pytest.mark.parametrize("name", NO_TASKS)
 def test_what_srun_has_not_started_is_no_task(name: str) -> None:
     assert not in_step(NO_TASKS[name])
-    assert by_srun(NO_TASKS[name]) is None
+    assert read_srun(NO_TASKS[name]) is None
 
 
 @pytest.fixture
 def _names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let names lead to addresses without asking anybody."""
-    monkeypatch.setattr(slurm, "_address", lambda node: f"{node}.address")
+    monkeypatch.setattr(slurm, "_find_address", lambda node: f"{node}.address")
     monkeypatch.setattr(slurm, "_scontrol", lambda *arguments: "")
 
 
 @pytest.mark.usefixtures("_names")
 def test_a_task_is_recognised_by_its_step() -> None:
-    launched = [by_srun(_task(rank)) for rank in range(3)]
+    launched = [read_srun(_task(rank)) for rank in range(3)]
     assert [(task.rank, task.num_ranks, task.local_rank) for task in launched] == [(0, 3, 0), (1, 3, 1), (2, 3, 0)]
     assert [(task.node, task.num_nodes, task.local_num_ranks) for task in launched] == [(0, 2, 2)] * 2 + [(1, 2, 1)]
     assert {task.nodes for task in launched} == {("node1", "node1", "node2")}
@@ -81,34 +81,34 @@ def test_a_task_is_recognised_by_its_step() -> None:
 @pytest.mark.usefixtures("_names")
 @pytest.mark.parametrize("name", ["bash", "interactive"])
 def test_names_of_jobs_say_nothing(name: str) -> None:
-    assert by_srun(_task(JOB_NAME=name)) is not None
+    assert read_srun(_task(JOB_NAME=name)) is not None
 
 
 @pytest.mark.usefixtures("_names")
-@pytest.mark.parametrize("said", ["cyclic", None], ids=["said", "as the cluster is set up"])
-def test_ranks_that_are_dealt_out_in_turn_are_named_so(said: str | None) -> None:
-    launched = by_srun(_task(GTIDS="0,2", DISTRIBUTION=said))
+@pytest.mark.parametrize("distribution", ["cyclic", None], ids=["said", "as the cluster is set up"])
+def test_ranks_that_are_dealt_out_in_turn_are_named_so(distribution: str | None) -> None:
+    launched = read_srun(_task(GTIDS="0,2", DISTRIBUTION=distribution))
     assert launched.nodes == ("node1", "node2", "node1")
 
 
 @pytest.mark.usefixtures("_names")
 def test_an_order_that_is_not_known_is_not_made_up() -> None:
-    assert by_srun(_task(GTIDS="1,2", DISTRIBUTION="plane")).nodes == ()
+    assert read_srun(_task(GTIDS="1,2", DISTRIBUTION="plane")).nodes == ()
     with pytest.raises(ConfigError, match="the node of rank 0 is unknown. Set MASTER_ADDR"):
-        by_srun(_task(DISTRIBUTION="arbitrary"))
-    assert by_srun(_task(DISTRIBUTION="arbitrary") | {"MASTER_ADDR": "here"}).point.host == "here"
+        read_srun(_task(DISTRIBUTION="arbitrary"))
+    assert read_srun(_task(DISTRIBUTION="arbitrary") | {"MASTER_ADDR": "here"}).point.host == "here"
 
 
 @pytest.mark.usefixtures("_names")
 def test_no_two_steps_or_attempts_share_an_identity() -> None:
-    others = [
+    tasks = [
         _task(),
         _task(JOB_ID=4),
         _task(STEP_ID=1),
         _task(RESTART_COUNT=1),
         _task(STEP_NODELIST="node[3-4]"),  # of another component of a heterogeneous job
     ]
-    points = [by_srun(given).point for given in others]
+    points = [read_srun(environ).point for environ in tasks]
     assert len({point.identity for point in points}) == len(points)
     assert len({point.ports for point in points}) == len(points)
     assert all(20_000 <= port < 30_000 for point in points for port in point.ports)
@@ -116,7 +116,7 @@ def test_no_two_steps_or_attempts_share_an_identity() -> None:
 
 @pytest.mark.usefixtures("_names")
 def test_the_users_address_and_port_count() -> None:
-    point = by_srun(_task() | {"MASTER_ADDR": "there", "MASTER_PORT": "1234"}).point
+    point = read_srun(_task() | {"MASTER_ADDR": "there", "MASTER_PORT": "1234"}).point
     assert (point.host, point.ports) == ("there", (1234,))
 
 
@@ -131,12 +131,12 @@ def test_only_scripts_of_several_nodes_must_use_srun() -> None:
     ("short", "long"), [("2", [2]), ("2(x3)", [2, 2, 2]), ("3,1", [3, 1]), ("4(x2),1,2(x2)", [4, 4, 1, 2, 2])]
 )
 def test_counts(short: str, long: list[int]) -> None:
-    assert counts(short) == long
+    assert expand_counts(short) == long
 
 
 def test_counts_of_another_kind_are_reported() -> None:
     with pytest.raises(ConfigError, match="SLURM_STEP_TASKS_PER_NODE=2x3 cannot be parsed"):
-        counts("2x3")
+        expand_counts("2x3")
 
 
 @pytest.mark.parametrize(
@@ -152,4 +152,4 @@ def test_host_lists_are_read_without_scontrol_too(
     monkeypatch: pytest.MonkeyPatch, nodelist: str, names: list[str]
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert hosts(nodelist) == names
+    assert expand_hosts(nodelist) == names

@@ -5,13 +5,14 @@ import contextlib
 import json
 import socket
 import sys
+import traceback
 from dataclasses import asdict, replace
 
 import pytest
 from torch.distributed import DistNetworkError
 
-from lightning_distrec.cluster.watchdog.hub import TICK_SECONDS, Hub, HubMessage, RankState, Settings
-from lightning_distrec.cluster.watchdog.watchdog import is_of_network, location_of
+from lightning_distrec.cluster.watchdog import find_location, is_network_failure
+from lightning_distrec.cluster.watchdog_hub import TICK_SECONDS, Hub, HubMessage, RankState, Settings
 from lightning_distrec.errors import RankError
 
 SETTINGS = Settings(0, 1, ["a", "a", "b"], "127.0.0.1", 0, None, "a secret", 3.0, 20.0)
@@ -19,8 +20,8 @@ RUNS = [RankState(rank, started=1, location="x.py:1", progress="batch 1") for ra
 
 
 async def _receive(states: list[RankState], num_ticks: int, token: str) -> tuple[HubMessage, list[str]]:
-    said: list[str] = []
-    hub = Hub(SETTINGS, said.append)
+    lines: list[str] = []
+    hub = Hub(SETTINGS, lines.append)
     listener = socket.create_server(("127.0.0.1", 0))
     await hub.open(listener)
     port = listener.getsockname()[1]
@@ -35,13 +36,13 @@ async def _receive(states: list[RankState], num_ticks: int, token: str) -> tuple
             if not state.location.startswith("silent"):
                 writer.write(f"{json.dumps(asdict(state))}\n".encode())
         await asyncio.sleep(0.005)
-    lines = b""
+    received = b""
     while chunk := await _at_once(reader):
-        lines += chunk
+        received += chunk
     for _, writer in connections:
         writer.close()
         await writer.wait_closed()
-    return HubMessage(**json.loads(lines.splitlines()[-1])) if lines else HubMessage(), said
+    return HubMessage(**json.loads(received.splitlines()[-1])) if received else HubMessage(), lines
 
 
 async def _at_once(reader: asyncio.StreamReader) -> bytes:
@@ -116,19 +117,19 @@ CASES_OF_LEAVING = {
 
 @pytest.mark.parametrize("case", CASES_OF_LEAVING)
 def test_who_holds_ranks_up_that_are_leaving(case: str) -> None:
-    states, said = CASES_OF_LEAVING[case]
+    states, expected = CASES_OF_LEAVING[case]
     message = asyncio.run(_receive(list(states), 1, SETTINGS.token))[0]
-    assert message.verdict_for_leaving.startswith(said)
-    assert bool(message.verdict_for_leaving) == bool(said)
+    assert message.verdict_for_leaving.startswith(expected)
+    assert bool(message.verdict_for_leaving) == bool(expected)
     assert message.verdict == "", "none of them is running"
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_who_holds_the_others_up(case: str) -> None:
-    states, said = CASES[case]
+    states, expected = CASES[case]
     verdict = _verdict(*states)
-    assert verdict.startswith(said)
-    assert bool(verdict) == bool(said)
+    assert verdict.startswith(expected)
+    assert bool(verdict) == bool(expected)
 
 
 def test_who_is_silent_for_longer_than_the_limit_holds_the_others_up() -> None:
@@ -141,8 +142,8 @@ def test_who_is_silent_for_longer_than_the_limit_holds_the_others_up() -> None:
 def test_where_ranks_are_is_reported_when_none_gets_on_and_they_differ() -> None:
     num_ticks = round(2.5 * SETTINGS.stall_seconds / TICK_SECONDS)
     parted = [*RUNS[:2], replace(RUNS[2], location="y.py:7 in f (all_reduce)")]
-    _, said = asyncio.run(_receive(parted, num_ticks, SETTINGS.token))
-    assert said == [
+    _, lines = asyncio.run(_receive(parted, num_ticks, SETTINGS.token))
+    assert lines == [
         "No rank has made progress for 20 s. Where they are: ranks 0, 1: batch 1, x.py:1; "
         "rank 2 on b: batch 1, y.py:7 in f (all_reduce)."
     ], "once, and not again before the time has doubled"
@@ -169,17 +170,17 @@ def test_a_stranger_is_not_listened_to() -> None:
     ],
 )
 def test_what_may_be_another_ranks_doing(failure: BaseException, is_it: bool) -> None:
-    assert is_of_network(failure) == is_it
+    assert is_network_failure(failure) == is_it
 
 
 def test_a_place_is_the_users_own_line_and_what_it_called_there() -> None:
     seen: list[str] = []
 
     def look(*_: object) -> str:
-        seen.append(location_of(sys._getframe(1)))
+        seen.append(find_location(traceback.walk_stack(sys._getframe(1))))
         return "{}"
 
     json.dumps({}, cls=lambda **_: type("Encoder", (), {"encode": look})())
-    (said,) = seen
-    assert said.startswith("test_watchdog.py:")
-    assert said.endswith("in test_a_place_is_the_users_own_line_and_what_it_called_there (dumps)")
+    (location,) = seen
+    assert location.startswith("test_watchdog.py:")
+    assert location.endswith("in test_a_place_is_the_users_own_line_and_what_it_called_there (dumps)")

@@ -1,4 +1,4 @@
-"""What processes send to rank 0's process, and that one as the hub, which decides which rank blocks the others.
+"""What watchdog processes send to that of rank 0, and that one as the hub, which decides which rank blocks the others.
 
 Standard library only: these processes start without site-packages.
 """
@@ -8,12 +8,12 @@ import contextlib
 import json
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field
 
 TICK_SECONDS = 0.5
 """How often each process sends its rank's state, and the hub its verdict."""
-ANSWER_SECONDS = 2.0
-"""How long to wait for a verdict when a rank asks why a collective failed, and for the ranks' locations."""
+SURVEY_SECONDS = 2.0
+"""How long ranks are asked for their locations before the hub compares these."""
 MAX_LINE_BYTES = 1 << 20
 
 
@@ -36,12 +36,12 @@ class Settings:
     stall_seconds: float
     """If no rank makes progress for this time, a line says where each of them is."""
 
-    def name(self, *ranks: int) -> str:
+    def name_ranks(self, *ranks: int) -> str:
         """Return one rank by number and node, several by their numbers."""
         if len(ranks) == 1:
             return f"rank {ranks[0]} on {self.nodes[ranks[0]]}" if self.nodes else f"rank {ranks[0]}"
-        end = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-        return f"ranks {', '.join(map(str, ranks[:8]))}{end}"
+        suffix = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+        return f"ranks {', '.join(map(str, ranks[:8]))}{suffix}"
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,13 @@ class RankState:
     is_stopped: bool = False
     is_leaving: bool = False
     """The rank's run has failed, and it gives up its shards and process groups, which may wait for other ranks."""
+    is_asking: bool = False
+    """A collective of the rank has failed, and it waits for the reason."""
     killed_for: str = ""
     """The verdict for which the process has killed its rank."""
-    questions: int = 0
-    """How often the rank has asked why a collective failed."""
-    location: str = ""
-    """The line of code that it was at when the hub asked last, and how far its run was."""
-    progress: str = ""
+    location: str = field(default="", compare=False)
+    """The line of code that it was at when the hub last asked, and how far its run was."""
+    progress: str = field(default="", compare=False)
 
     @property
     def is_running(self) -> bool:
@@ -90,13 +90,13 @@ class HubMessage:
     """Which rank the others wait for in a collective that cannot complete, and why; empty if there is none."""
     verdict_for_leaving: str = ""
     """The same for ranks that are leaving: which rank is gone that they may wait for."""
-    survey: int = 0
-    """Number of surveys so far: all ranks answer a new one with their locations."""
+    is_survey: bool = False
+    """Whether ranks should send their locations."""
     locations: str = ""
-    """Where the ranks are."""
+    """Where the ranks are, if one of them is asking."""
 
 
-def as_line(message: RankState | HubMessage) -> bytes:
+def encode_line(message: RankState | HubMessage) -> bytes:
     """Return a message as it is sent."""
     return json.dumps(asdict(message)).encode() + b"\n"
 
@@ -117,9 +117,10 @@ class Hub:
         self._states: dict[int, RankState] = {}
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._received_at: dict[int, int] = {}
-        self._questions = self._survey = self._ticks = 0
+        self._ticks = 0
         self._check_every = self._check_in = num_ticks(settings.stall_seconds)
-        self._surveyed: set[tuple[int, int, str]] = set()
+        self._progress: set[tuple[int, int, str]] = set()
+        """How far each rank was at the last check."""
         self._server: asyncio.Server | None = None
 
     async def open(self, listener: socket.socket) -> None:
@@ -138,10 +139,11 @@ class Hub:
                 async for line in reader:
                     state = RankState(**json.loads(line))
                     rank = state.rank
-                    known, self._states[rank] = self._states.get(rank), state
+                    earlier, self._states[rank] = self._states.get(rank), state
                     self._writers[rank], self._received_at[rank] = writer, self._ticks
-                    if known is None or replace(known, location=state.location, progress=state.progress) != state:
+                    if state != earlier:
                         self._send()
+        # A process that was started again may have connected before its old connection is seen to end.
         if self._writers.get(rank) is writer:
             del self._writers[rank]
         writer.close()
@@ -150,37 +152,39 @@ class Hub:
         """Check for silent ranks and for a stall, and send the verdict to all."""
         self._ticks += 1
         self._check_in -= 1
-        if self._check_in == num_ticks(ANSWER_SECONDS):
-            self._surveyed = {(state.rank, state.started, state.progress) for state in self._states.values()}
-            self._survey += 1
-        elif self._check_in <= 0:
+        if self._check_in <= 0:
             self._check_progress()
         self._send()
 
     def _check_progress(self) -> None:
         """Log where all ranks are, if none has made progress since the last check and they are at different places."""
         running = [state for state in self._states.values() if state.is_running]
-        is_stalled = {(state.rank, state.started, state.progress) for state in running} <= self._surveyed
-        if is_stalled and len({state.location for state in running}) > 1 and not self._verdict():
+        progress = {(state.rank, state.started, state.progress) for state in running}
+        # A subset: ranks that have ended their run since are no progress of those that wait for them.
+        is_stalled, self._progress = progress <= self._progress, progress
+        if is_stalled and len({state.location for state in running}) > 1 and not self._find_verdict():
             seconds = self._check_every * TICK_SECONDS
-            self._log(f"No rank has made progress for {seconds:.0f} s. Where they are: {self._locations()}.")
+            self._log(f"No rank has made progress for {seconds:.0f} s. Where they are: {self._list_locations()}.")
             self._check_every *= 2
         else:
             self._check_every = num_ticks(self._settings.stall_seconds)
         self._check_in = self._check_every
 
     def _send(self) -> None:
-        questions = sum(state.questions for state in self._states.values())
-        if questions != self._questions:
-            self._questions, self._survey = questions, self._survey + 1
-        leaving = [state for state in self._states.values() if state.lingers]
-        locations = self._locations() if questions else ""
-        line = as_line(HubMessage(self._verdict(), next(self._verdicts(leaving), ""), self._survey, locations))
+        states = self._states.values()
+        is_asked = any(state.is_asking for state in states)
+        message = HubMessage(
+            self._find_verdict(),
+            next(self._verdicts([state for state in states if state.lingers]), ""),
+            is_asked or self._check_in <= num_ticks(SURVEY_SECONDS),
+            self._list_locations() if is_asked else "",
+        )
+        line = encode_line(message)
         for writer in self._writers.values():
             if not writer.is_closing():
                 writer.write(line)
 
-    def _verdict(self) -> str:
+    def _find_verdict(self) -> str:
         return next(self._verdicts([state for state in self._states.values() if state.is_running]), "")
 
     def _verdicts(self, waiting: list[RankState]) -> Iterator[str]:
@@ -198,7 +202,7 @@ class Hub:
         for state in states:
             if not any(other.started > max(state.ended, state.failed) for other in waiting if other is not state):
                 continue
-            name = self._settings.name(state.rank)
+            name = self._settings.name_ranks(state.rank)
             if state.is_gone:
                 yield f"{name} has died: its process is gone (killed, or out of memory?)"
             elif state.is_stopped:
@@ -208,9 +212,9 @@ class Hub:
         for state in states:
             held_up = [other for other in waiting if other.is_running or state.is_gone]
             if state.failure and any(other.started == state.failed for other in held_up):
-                yield f"{self._settings.name(state.rank)} failed: {state.failure}"
+                yield f"{self._settings.name_ranks(state.rank)} failed: {state.failure}"
 
-    def _locations(self) -> str:
+    def _list_locations(self) -> str:
         """Return where the ranks are, grouped by location."""
         ranks_at: dict[str, list[int]] = {}
         for rank, state in sorted(self._states.items()):
@@ -224,4 +228,4 @@ class Hub:
                 location = f"{state.progress}, {state.location}" if state.location else "does not answer"
                 location = f"has failed at {location}" if state.failed == state.started else location
             ranks_at.setdefault(location, []).append(rank)
-        return "; ".join(f"{self._settings.name(*ranks)}: {location}" for location, ranks in ranks_at.items())
+        return "; ".join(f"{self._settings.name_ranks(*ranks)}: {location}" for location, ranks in ranks_at.items())

@@ -2,13 +2,13 @@
 
 import pytest
 
-from lightning_distrec.cluster.threads import num_threads
+from lightning_distrec.cluster.host_resources import num_threads
 
 ALL = frozenset(range(16))
 
 
-def _half(which: int) -> frozenset[int]:
-    return frozenset(range(8 * which, 8 * which + 8))
+def _half(half: int) -> frozenset[int]:
+    return frozenset(range(8 * half, 8 * half + 8))
 
 
 @pytest.mark.parametrize(

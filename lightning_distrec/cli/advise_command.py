@@ -1,5 +1,6 @@
-"""Which strategy suits the module of a recipe's YAML, which is built, and runs one batch; nothing is trained."""
+"""The command `advise`: which strategy suits the module of a recipe's YAML. It runs one batch; nothing is trained."""
 
+import json
 from typing import Any
 
 import torch
@@ -8,9 +9,10 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_distrec._compat import hide_upstream_deprecations
-from lightning_distrec.advice.advise import Advice, ChosenOptions, advise, read_options
+from lightning_distrec.advice.advise import Advice, ChosenOptions, advise, as_json, print_advice, read_options
 from lightning_distrec.callbacks.throughput import count_samples
-from lightning_distrec.cli.recipe_builder import (
+from lightning_distrec.cli.command_line import EXIT_OK, check_options, console
+from lightning_distrec.cli.lightning_cli import (
     MetaRecipeBuilder,
     RecipeBuilder,
     build_recipe,
@@ -26,19 +28,25 @@ from lightning_distrec.strategies.estimates.step_profile import StepProfile, pro
 from lightning_distrec.units import describe_error, parse_bytes
 
 
+def run_advise(options: Namespace) -> int:
+    """Run the command and return its exit code."""
+    advice = advise_on(options)
+    if options.json:
+        print(json.dumps(as_json(advice), indent=1))
+    else:
+        print_advice(advice, console())
+    return EXIT_OK
+
+
 def advise_on(options: Namespace) -> Advice:
     """Return the advice for the job that the options describe. Raises ConfigError."""
-    for name in ("nodes", "devices"):
-        if options[name] is not None and options[name] < 1:
-            raise ConfigError(f"--{name} {options[name]}: must be at least 1.")
-    if not options.config:
-        raise ConfigError("advise: --config is missing. Give it the YAML file that fit would get.")
+    check_options(options, "advise", nodes=1, devices=1)
     memory = options.device_memory
     if memory is not None:
         memory = parse_bytes(memory, f"--device-memory {memory!r}")
     hide_upstream_deprecations()
-    built = build_recipe(options.config, MetaRecipeBuilder if options.meta else RecipeBuilder)
-    settings, precision = built.settings, full_precision_name(built.settings.precision)
+    recipe = build_recipe(options.config, MetaRecipeBuilder if options.meta else RecipeBuilder)
+    settings, precision = recipe.settings, full_precision_name(recipe.settings.precision)
     device = "cuda" if is_on_gpu(settings.accelerator) else "cpu"
     num_nodes = options.nodes or int(settings.num_nodes)
     ranks_per_node = options.devices or count_devices(settings.devices, device)
@@ -46,22 +54,22 @@ def advise_on(options: Namespace) -> Advice:
         raise ConfigError("advise: this machine has no GPU to read the memory from. Set --device-memory 80GB.")
     memory_bytes = memory_bytes_per_rank(torch.device(device), ranks_per_node, memory)
     job = Job(num_ranks=num_nodes * ranks_per_node, num_nodes=num_nodes, memory_bytes=memory_bytes, precision=precision)
-    chosen = read_options(settings.strategy)
+    strategy_options = read_options(settings.strategy)
     if options.no_batch:
         profile = StepProfile(notes=("no batch was read (--no-batch)",))
     else:
-        profile = _profile_first_batch(built, precision, chosen)
-    return advise(built.model, job, settings, device, profile, options=chosen)
+        profile = _profile_first_batch(recipe, precision, strategy_options)
+    return advise(recipe.model, job, settings, device, profile, options=strategy_options)
 
 
-def _profile_first_batch(built: RecipeBuilder, precision: str, chosen: ChosenOptions) -> StepProfile:
+def _profile_first_batch(recipe: RecipeBuilder, precision: str, options: ChosenOptions) -> StepProfile:
     """Run a step with the first training batch on the CPU. Where that fails, the profile has the reason."""
-    module = built.model
+    module = recipe.model
     try:
-        batch = _first_batch(module, built.datamodule)
-        if not built.on_meta:
+        batch = _first_batch(module, recipe.datamodule)
+        if not recipe.on_meta:
             module.configure_model()
-        layers = watched_layers(module, chosen.dense)
+        layers = watched_layers(module, options.dense)
     except Exception as error:
         reason = describe_error(error)
         return StepProfile(notes=(f"the first batch could not be read ({reason}), so activations are left out",))

@@ -23,24 +23,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from .hub import (
-    ANSWER_SECONDS,
-    MAX_LINE_BYTES,
-    TICK_SECONDS,
-    Hub,
-    HubMessage,
-    RankState,
-    Settings,
-    as_line,
-    num_ticks,
-)
+from .watchdog_hub import MAX_LINE_BYTES, TICK_SECONDS, Hub, HubMessage, RankState, Settings, encode_line, num_ticks
 
 GRACE_SECONDS = 5.0
 LINGER_SECONDS = 10.0
 """How long the hub stays after its rank has ended, so that the others get its verdict."""
 COMMAND = [
     *(sys.executable, "-I", "-S", "-c"),
-    "import sys; sys.path.append(sys.argv[1]); from watchdog.monitor import main; main(sys.argv[2])",
+    "import sys; sys.path.append(sys.argv[1]); from cluster.watchdog_monitor import main; main(sys.argv[2])",
     str(Path(__file__).resolve().parents[1]),
 ]
 """Followed by the settings as JSON."""
@@ -56,8 +46,8 @@ class Monitor:
         self._from_hub = HubMessage()
         self._writer: asyncio.StreamWriter | None = None
         self._input = b""
+        self._awaits_rank = False
         self._ticks_silent = self._ticks_stopped = self._ticks_blocked = self._ticks_leaving = 0
-        self._answered = self._surveys = 0
 
     async def run(self) -> None:
         """Watch until the rank ends."""
@@ -74,6 +64,7 @@ class Monitor:
         while not (self._state.is_gone or self._state.is_closed):
             await asyncio.sleep(TICK_SECONDS)
             self._tick()
+        # The hub outlives its rank for a while, as the others learn from it alone that the rank is gone.
         for _ in range(num_ticks(LINGER_SECONDS)):
             if self._hub is None or not self._hub.is_needed:
                 break
@@ -89,6 +80,7 @@ class Monitor:
     def _tick(self) -> None:
         limit = self._settings.silence_seconds
         self._ticks_silent += 1
+        # Where there is no pidfd: the parent's death makes this process somebody else's child.
         if os.getppid() != self._settings.pid:
             self._rank_is_gone()
         self._ticks_stopped = self._ticks_stopped + 1 if _is_stopped(self._settings.pid) else 0
@@ -96,11 +88,12 @@ class Monitor:
         self._send()
         if self._hub is not None:
             self._hub.tick()
-        self._react()
-        self._ticks_blocked = self._ticks_blocked + 1 if self._verdict and self._state.is_running else 0
+        self._answer_rank()
+        verdict, silence = self._find_verdict(), self._find_silence_of_hub()
+        self._ticks_blocked = self._ticks_blocked + 1 if verdict and self._state.is_running else 0
         if self._ticks_blocked * TICK_SECONDS > GRACE_SECONDS:
-            self._kill(self._verdict, "and this rank would wait forever")
-        reason = self._from_hub.verdict_for_leaving or self._silence_of_hub
+            self._kill(verdict, "and this rank would wait forever")
+        reason = self._from_hub.verdict_for_leaving or silence
         self._ticks_leaving = self._ticks_leaving + 1 if reason and self._state.lingers else 0
         if self._ticks_leaving * TICK_SECONDS > limit:
             self._kill(reason, f"and this rank, whose run has failed, has not ended its teardown within {limit:g} s")
@@ -111,16 +104,15 @@ class Monitor:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._settings.pid, signal.SIGKILL)
 
-    @property
-    def _verdict(self) -> str:
-        return self._silence_of_hub or self._from_hub.verdict
+    def _find_verdict(self) -> str:
+        return self._find_silence_of_hub() or self._from_hub.verdict
 
-    @property
-    def _silence_of_hub(self) -> str:
+    def _find_silence_of_hub(self) -> str:
         silence = self._settings.silence_seconds
         if self._writer is None or self._ticks_silent * TICK_SECONDS <= silence:
             return ""
-        return f"{self._settings.name(0)} has been silent for {silence:g} s: its machine or the network to it is down"
+        name = self._settings.name_ranks(0)
+        return f"{name} has been silent for {silence:g} s: its machine or the network to it is down"
 
     async def _connect(self, host: str, port: int) -> None:
         """Keep a connection to the hub, and receive its messages."""
@@ -132,12 +124,12 @@ class Monitor:
                 async for line in reader:
                     self._from_hub = HubMessage(**json.loads(line))
                     self._ticks_silent = 0
-                    self._react()
+                    self._answer_rank()
             await asyncio.sleep(TICK_SECONDS)
 
     def _send(self) -> None:
         if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(as_line(self._state))
+            self._writer.write(encode_line(self._state))
 
     def _change(self, **changes: object) -> None:
         earlier, self._state = self._state, replace(self._state, **changes)  # type: ignore[arg-type]
@@ -150,44 +142,37 @@ class Monitor:
         self._change(is_gone=True)
 
     def _read(self) -> None:
-        """Receive what the rank sends: the fields of its state that have changed."""
+        """Receive what the rank sends: its state, as far as the rank knows it."""
         try:
             received = os.read(0, 1 << 16)
         except BlockingIOError:
             return
-        loop = asyncio.get_running_loop()
         if not received:
-            loop.remove_reader(0)  # the rank is ending
+            asyncio.get_running_loop().remove_reader(0)  # the rank is ending
             return
         *lines, self._input = (self._input + received).split(b"\n")
         for line in lines:
             changes = json.loads(line)
+            if changes.pop("is_answer"):
+                self._awaits_rank = False
             self._change(**changes)
-            if "questions" in changes:
-                loop.call_later(ANSWER_SECONDS, self._answer)
-        self._react()
+        if self._from_hub.is_survey:
+            self._send()  # the location, which is no change
 
-    def _react(self) -> None:
-        """Pass on to the rank a new survey, and the verdict if the rank has asked for it."""
-        if self._from_hub.survey > self._surveys:
-            self._surveys = self._from_hub.survey
-            _send_to_rank({"survey": self._surveys})
-        if self._verdict:
-            self._answer()
+    def _answer_rank(self) -> None:
+        """Send the rank the reason if it is asking, and get its location in a survey.
 
-    def _answer(self) -> None:
-        if self._state.questions > self._answered:
-            self._answered = self._state.questions
-            _send_to_rank({"verdict": self._verdict, "locations": self._from_hub.locations})
+        One message at a time: a rank that is in a long call does not read, and writing to a full pipe would block.
+        """
+        if (self._state.is_asking or self._from_hub.is_survey) and not self._awaits_rank:
+            self._awaits_rank = True
+            message = {"verdict": self._find_verdict(), "locations": self._from_hub.locations}
+            with contextlib.suppress(OSError):  # the rank may be gone
+                os.write(1, json.dumps(message).encode() + b"\n")
 
     def _log(self, line: str) -> None:
         with contextlib.suppress(OSError):
             os.write(2, f"[rank: {self._settings.rank}] {line}\n".encode())
-
-
-def _send_to_rank(message: object) -> None:
-    with contextlib.suppress(OSError):  # the rank may be gone
-        os.write(1, json.dumps(message).encode() + b"\n")
 
 
 def _is_stopped(pid: int) -> bool:

@@ -7,19 +7,20 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 
 from torch.distributed import DistError
 
-from lightning_distrec.cluster.watchdog.hub import Settings
-from lightning_distrec.cluster.watchdog.monitor import COMMAND
+from lightning_distrec.cluster.watchdog_hub import Settings
+from lightning_distrec.cluster.watchdog_monitor import COMMAND
 from lightning_distrec.errors import RankError
 
-STALL_SECONDS = 60.0
-ANSWER_SECONDS = 5.0
+ANSWER_SECONDS = 3.0
+"""How long a rank waits for the reason of a failed collective; after that, it gets all ranks' locations."""
 MAX_FAILURE_LENGTH = 500
 MAX_RESTARTS = 5
 """A process that is killed more often than this is not started again."""
@@ -35,7 +36,7 @@ NETWORK_ERRORS = (
     "failed to recv",
 )
 """Words in the plain RuntimeErrors that torch raises when another rank is gone or does not arrive."""
-NOT_USER_CODE = ("site-packages", "dist-packages", str(Path(os.__file__).parent), str(Path(__file__).parents[2]))
+NOT_USER_CODE = ("site-packages", "dist-packages", str(Path(os.__file__).parent), str(Path(__file__).parents[1]))
 
 RULE = (
     "All ranks must make the same calls: lookups of sharded tables are collective, as all_gather and "
@@ -46,52 +47,40 @@ RULE = (
 
 
 class Watchdog:
-    """Watches over all ranks, by a small process for each of them; see monitor.py.
+    """Watches over all ranks, by a small process for each of them; see watchdog_monitor.py. All ranks make one.
 
-    All ranks make one. host, port: of rank 0's process. token: what the processes of this job know of each other by.
-    listener: where rank 0's process listens, on rank 0. silence_seconds: a rank that is stopped or silent for this time
-    makes the others abort. stall_seconds: after this time without progress on any rank, a line says where they are.
+    listener: where rank 0's process listens, on rank 0; its file descriptor is that of the settings.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        host: str,
-        port: int,
-        token: str,
-        listener: socket.socket | None,
-        silence_seconds: float,
-        nodes: Sequence[str] = (),
-        stall_seconds: float = STALL_SECONDS,
-    ) -> None:
-        self._started = self._questions = self._restarts = 0
-        self._has_answer = threading.Event()
+    def __init__(self, settings: Settings, listener: socket.socket | None) -> None:
+        self._settings, self._listener = settings, listener
+        self._started = self._restarts = 0
+        self._has_verdict = threading.Event()
         self._answer: dict[str, str] = {}
         self._progress: Callable[[], str] = str
+        self._failure_location = ""
         self._main = threading.main_thread().ident or 0
-        self._listener = listener
-        fd = None if listener is None else listener.fileno()
-        pid = os.getpid()
-        self._settings = Settings(rank, pid, list(nodes), host, port, fd, token, silence_seconds, stall_seconds)
         self._state: dict[str, object] = {}
+        # Both the main thread and the one that receives write lines, and replace the process.
         self._sending = threading.Lock()
         self._process = self._start_process()
         threading.Thread(target=self._receive, name="watchdog", daemon=True).start()
 
     def _start_process(self) -> "subprocess.Popen[bytes]":
-        process_ = subprocess.Popen(
+        monitor = subprocess.Popen(
             [*COMMAND, json.dumps(asdict(self._settings))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
             pass_fds=() if self._listener is None else (self._listener.fileno(),),
         )
-        os.set_blocking(process_.stdin.fileno(), False)  # type: ignore[union-attr]  # a pipe, never None
-        return process_
+        # A monitor that is stopped must not stop its rank at a full pipe; the next line has the whole state.
+        os.set_blocking(monitor.stdin.fileno(), False)  # type: ignore[union-attr]
+        return monitor
 
     def start_run(self, progress: Callable[[], str]) -> None:
         """Report that a run starts. progress: returns how far the run is; called by another thread."""
-        self._progress = progress
+        self._progress, self._failure_location = progress, ""
         self._started += 1
         self._send(started=self._started)
 
@@ -101,17 +90,21 @@ class Watchdog:
 
     def explain(self, failure: BaseException) -> RankError | None:
         """Report that the run has failed. Return why, if another rank is the cause; if not, the others are informed."""
+        # The stack is unwound by now; the traceback still has the line that failed, but not the frames around this one.
+        frames = [*traceback.walk_tb(failure.__traceback__)][::-1]
+        self._failure_location = find_location([*frames, *traceback.walk_stack(None)])
         reason = None
-        if is_of_network(failure):
-            self._questions += 1
-            self._send(questions=self._questions)
-            if self._has_answer.wait(ANSWER_SECONDS):
-                verdict, locations = self._answer["verdict"], self._answer["locations"]
-                reason = f"{verdict}." if verdict else f"a collective failed. Where the ranks are: {locations}. {RULE}"
-            self._has_answer.clear()
+        if is_network_failure(failure):
+            self._answer = {}
+            self._has_verdict.clear()
+            self._send(is_asking=True)
+            self._has_verdict.wait(ANSWER_SECONDS)
+            if answer := self._answer:
+                places = f"a collective failed. Where the ranks are: {answer['locations']}. {RULE}"
+                reason = f"{answer['verdict']}." if answer["verdict"] else places
         is_repeated = reason is not None or isinstance(failure, RankError)
         text = "" if is_repeated else f"{type(failure).__name__}: {failure}"[:MAX_FAILURE_LENGTH]
-        self._send(failed=self._started, failure=text)
+        self._send(failed=self._started, failure=text, is_asking=False)
         return None if reason is None else RankError(reason)
 
     def leave(self, is_leaving: bool) -> None:
@@ -122,32 +115,28 @@ class Watchdog:
         """Stop watching; this process goes on."""
         self._send(is_closed=True)
 
-    def _send(self, **changes: object) -> None:
-        with self._sending:
+    def _send(self, is_answer: bool = False, **changes: object) -> None:
+        """Send the whole state: another process may have been started since."""
+        with self._sending, contextlib.suppress(OSError, ValueError):  # a rank must not fail because its watchdog does
             self._state |= changes
-            self._write(changes)
-
-    def _write(self, changes: dict[str, object]) -> None:
-        with contextlib.suppress(OSError, ValueError):  # a rank must not fail because its watchdog does
-            self._process.stdin.write(json.dumps(changes).encode() + b"\n")  # type: ignore[union-attr]
+            line = json.dumps({**self._state, "is_answer": is_answer})
+            self._process.stdin.write(line.encode() + b"\n")  # type: ignore[union-attr]
 
     def _receive(self) -> None:
         while True:
             for line in self._process.stdout:  # type: ignore[union-attr]
-                message = json.loads(line)
-                if "survey" in message:
-                    self._send(location=self._location(), progress=self._progress())
-                else:
-                    self._answer = message
-                    self._has_answer.set()
+                self._answer = json.loads(line)
+                if self._answer["verdict"]:
+                    self._has_verdict.set()
+                self._send(is_answer=True, location=self._find_location(), progress=self._progress())
             if not self._restart():
                 return
 
     def _restart(self) -> bool:
         """Start another process where this one was killed; return whether there is one.
 
-        The others would take this rank for silent, and end the job. The new process gets the whole state, and rank 0's
-        goes on listening at the socket of the old one, where the others connect again.
+        The others would take this rank for silent, and end the job. Rank 0's new process listens at the socket of the
+        old one, where the others connect again.
         """
         status = self._process.wait()
         if self._state.get("is_closed") or sys.is_finalizing():
@@ -162,15 +151,16 @@ class Watchdog:
             return False
         with self._sending:
             self._process = self._start_process()
-            self._write(self._state)
+        self._send()
         return True
 
-    def _location(self) -> str:
+    def _find_location(self) -> str:
         frames = sys._current_frames()  # noqa: SLF001  documented in spite of its name
-        return location_of(frames[self._main]) if self._main in frames else ""
+        running = find_location(traceback.walk_stack(frames[self._main])) if self._main in frames else ""
+        return self._failure_location or running
 
 
-def is_of_network(failure: BaseException) -> bool:
+def is_network_failure(failure: BaseException) -> bool:
     """Whether another rank may have caused an exception. torch and gloo have no classes for that, only texts."""
     if isinstance(failure, RankError):
         return False
@@ -180,14 +170,17 @@ def is_of_network(failure: BaseException) -> bool:
     )
 
 
-def location_of(frame: FrameType) -> str:
-    """Return where a thread is: the innermost line of the user's code, and what it has called there."""
-    inner = frame.f_code.co_name
-    caller: FrameType | None = frame
-    while caller is not None and (
-        caller.f_code.co_filename.startswith("<") or any(part in caller.f_code.co_filename for part in NOT_USER_CODE)
-    ):
-        caller = caller.f_back
-    user = frame if caller is None else caller
-    line = f"{os.path.basename(user.f_code.co_filename)}:{user.f_lineno} in {user.f_code.co_name}"
-    return line if user is frame else f"{line} ({inner})"
+def find_location(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """Return where a thread is: the innermost line of the user's code, and what it has called there.
+
+    frames: with their lines, innermost first, as `traceback.walk_stack` returns them.
+    """
+    frames = list(frames)
+    innermost = frames[0]
+    user, line = next((place for place in frames if _is_user_code(place[0].f_code.co_filename)), innermost)
+    location = f"{os.path.basename(user.f_code.co_filename)}:{line} in {user.f_code.co_name}"
+    return location if user is innermost[0] else f"{location} ({innermost[0].f_code.co_name})"
+
+
+def _is_user_code(path: str) -> bool:
+    return not path.startswith("<") and not any(part in path for part in NOT_USER_CODE)

@@ -4,7 +4,7 @@ from unittest.mock import MagicMock, patch
 
 import pytest
 
-from lightning_distrec.cluster import process_exit
+from lightning_distrec.strategies.run import process_runs
 
 
 @pytest.mark.parametrize(
@@ -16,13 +16,13 @@ def test_a_failed_rank_gives_up_nccls_collectives_before_it_frees_anything(
     calls = MagicMock()
     calls.get_backend.return_value = backend
     calls.get_world_size.return_value = 1
+    runs = process_runs.ProcessRuns()
+    runs.has_failed = failed
     with (
-        patch.object(process_exit, "dist", calls),
-        patch.object(process_exit, "_failed", failed),
-        patch.object(process_exit, "_releases", []),
-        patch.object(process_exit, "abort_process_groups", calls.abort),
-        patch.object(process_exit, "forget_consensus", calls.forget),
+        patch.object(process_runs, "dist", calls),
+        patch.object(process_runs, "abort_process_groups", calls.abort),
+        patch.object(process_runs, "forget_consensus", calls.forget),
     ):
-        process_exit.leave()
+        runs.leave()
     order = [name for name, _, _ in calls.mock_calls if name in ("abort", "forget", "destroy_process_group")]
     assert order == ["abort"] * aborted + ["forget", "destroy_process_group"]

@@ -1,4 +1,4 @@
-"""torchrun: agents with unequal numbers of ranks, and attempts after a rank was killed."""
+"""Ranks that torchrun, mpirun and Kubernetes start."""
 
 import os
 import subprocess
@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests.support.debian import require
 from tests.support.launches import SCRIPT, check, ended, results_of, start
 from tests.support.limits import at_most
 from tests.support.ports import free_port
@@ -15,8 +16,8 @@ pytestmark = pytest.mark.cluster
 KILLS = int(os.environ.get("DISTREC_RESTARTS", "1"))
 
 
-def _agent(*arguments: str, **more: str) -> "subprocess.Popen[str]":
-    return start(sys.executable, "-m", "torch.distributed.run", *arguments, *SCRIPT[1:], **more)
+def _agent(*arguments: str, **environ: str) -> "subprocess.Popen[str]":
+    return start(sys.executable, "-m", "torch.distributed.run", *arguments, *SCRIPT[1:], **environ)
 
 
 @pytest.mark.slow
@@ -36,3 +37,18 @@ def test_every_attempt_after_a_kill_starts_over() -> None:
     results = results_of(out)
     check(results, [2])
     assert {result["attempt"] for result in results} == {KILLS}
+
+
+@pytest.mark.slow
+def test_mpirun_sets_the_ranks() -> None:
+    require(["mpirun"], ["openmpi-bin"])
+    out, err = ended(start("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", *SCRIPT))
+    check(results_of(out), [2])
+    assert "started by mpirun" in err + out
+
+
+@pytest.mark.slow
+def test_a_pytorchjob_is_one_rank_for_each_pod() -> None:
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    out, _ = ended(*(start(*SCRIPT, RANK=str(rank), **job) for rank in range(2)))
+    check(results_of(out), [1, 1])

@@ -1,44 +1,28 @@
-"""The command `bench`: measures a recipe under several strategies and numbers of devices."""
+"""The commands around a job: `bench` measures recipes, `doctor` checks ranks and machines, `slurm` writes a script."""
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import Namespace
 
 from lightning_distrec.bench.results import NO_MATPLOTLIB, Result, as_json, can_draw, draw, print_results, run_rounds
 from lightning_distrec.bench.runs import BenchOptions, Case
-from lightning_distrec.cli.output import EXIT_NEGATIVE, EXIT_OK, console, exit_on_sigterm
+from lightning_distrec.cli.command_line import EXIT_NEGATIVE, EXIT_OK, check_options, console, exit_on_sigterm
+from lightning_distrec.cluster.batch_script import BatchJob, batch_script
 from lightning_distrec.errors import ConfigError, did_you_mean
 
 STRATEGIES = ("ddp_tuned", "fsdp_tuned", "torchrec_sharded", "ddp", "auto")
 
 
-def parser() -> ArgumentParser:
-    """Return the parser of the command's options."""
-    parser = ArgumentParser(
-        prog="lightning-distrec bench",
-        description="Measure a recipe under several strategies and numbers of devices. The cases run in turns for a "
-        "few steps each, without the recipe's callbacks, loggers and checkpoints. Exit code 1: no case could be "
-        "measured.",
-    )
-    add = parser.add_argument
-    add("--config", type=str, action="append", help="Read this YAML file, as fit does; repeat to merge several.")
-    add("--strategies", type=str, default="ddp_tuned,fsdp_tuned,torchrec_sharded", help="Measure these strategies.")
-    add("--devices", type=str, default="1,2", help="Measure on these numbers of devices.")
-    add("--steps", type=int, default=30, help="Measure this many steps of each run.")
-    add("--warmup", type=int, default=5, help="Run this many steps before measuring.")
-    add("--rounds", type=int, default=3, help="Run each case this many times.")
-    add("--timeout", type=float, default=600.0, help="Stop a run after this many seconds.")
-    add("--out", type=str, default="bench", help="Write results.json and results.png to this folder.")
-    return parser
+def _log(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
-def run(options: Namespace) -> int:
+def run_bench(options: Namespace) -> int:
     """Run the command and return its exit code."""
     with exit_on_sigterm():  # so that no run outlives this process
-        results = bench(options, lambda line: print(line, file=sys.stderr, flush=True))
+        results = bench(options)
     print_results(results, options.steps, console())
     folder = Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -52,16 +36,12 @@ def run(options: Namespace) -> int:
     return EXIT_OK
 
 
-def bench(options: Namespace, log: Callable[[str], None]) -> list[Result]:
+def bench(options: Namespace) -> list[Result]:
     """Run all cases that the options ask for. Raises ConfigError, before the first run."""
-    if not options.config:
-        raise ConfigError("bench: --config is missing. Give it the YAML file that fit would get.")
+    check_options(options, "bench", steps=1, warmup=0, rounds=1)
     for config in options.config:
         if not Path(config).is_file():
             raise ConfigError(f"--config {config}: there is no such file.")
-    for name, minimum in (("steps", 1), ("warmup", 0), ("rounds", 1)):
-        if options[name] < minimum:
-            raise ConfigError(f"--{name} {options[name]}: must be at least {minimum}.")
     if options.timeout <= 0:
         raise ConfigError(f"--timeout {options.timeout:g}: must be above 0 seconds.")
     run_options = BenchOptions(
@@ -72,7 +52,7 @@ def bench(options: Namespace, log: Callable[[str], None]) -> list[Result]:
     )
     strategies, devices = parse_strategies(options.strategies), parse_devices(options.devices)
     cases = [Case(strategy, number) for strategy in strategies for number in devices]
-    return run_rounds(cases, run_options, options.rounds, log)
+    return run_rounds(cases, run_options, options.rounds, _log)
 
 
 def parse_strategies(text: str) -> list[str]:
@@ -95,3 +75,36 @@ def parse_devices(text: str) -> list[int]:
     if not numbers or any(not number.isdecimal() or not int(number) for number in numbers):
         raise ConfigError(f"--devices {text!r}: give numbers above 0, separated by commas, such as 1,2.")
     return sorted({int(number) for number in numbers})
+
+
+def run_doctor(options: Namespace) -> int:
+    """Run the command and return its exit code."""
+    # These load torch, which `slurm` need not wait for.
+    from lightning_distrec.cluster.doctor import as_json, examine, find_problems, print_diagnosis
+    from lightning_distrec.cluster.environment import find_launched
+
+    findings = examine(Path(options.folder).absolute(), options.timeout, _log)
+    problems = find_problems(findings)
+    launched = find_launched()
+    if launched is None or launched.rank == 0:
+        if options.json:
+            print(json.dumps(as_json(findings, problems), indent=1))
+        else:
+            print_diagnosis(findings, problems, console())
+    return EXIT_NEGATIVE if any(problem.kind == "error" for problem in problems) else EXIT_OK
+
+
+def run_slurm(options: Namespace) -> int:
+    """Run the command and return its exit code."""
+    fields = {name: value for name, value in vars(options).items() if name != "out"}
+    for name in ("config", "setup", "sbatch", "overrides"):
+        fields[name] = tuple(fields[name] or ())
+    fields["configs"] = fields.pop("config")
+    text = batch_script(BatchJob(**fields))
+    if options.out == "-":
+        print(text, end="")
+    else:
+        with open(options.out, "x") as file:
+            file.write(text)
+        print(f"Wrote {options.out}. Submit it with: sbatch {options.out}")
+    return EXIT_OK

@@ -1,5 +1,7 @@
-"""The dry run of a recipe's YAML, whose module is built on the meta device; nothing is trained."""
+"""The command `plan`: a dry run of a recipe's YAML. Its module is built on the meta device; nothing is trained."""
 
+import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +14,9 @@ from lightning_distrec._compat import hide_upstream_deprecations
 from lightning_distrec.advice.dry_job import DryJob
 from lightning_distrec.advice.dry_module import count_ids_in_data, dry_module, locate_error, with_counts
 from lightning_distrec.advice.dry_run import DryRun, dry_run
-from lightning_distrec.cli.recipe_builder import (
+from lightning_distrec.advice.dry_run_report import as_json, print_dry_run
+from lightning_distrec.cli.command_line import EXIT_NEGATIVE, EXIT_OK, check_options, console
+from lightning_distrec.cli.lightning_cli import (
     MetaRecipeBuilder,
     build_recipe,
     count_devices,
@@ -30,6 +34,18 @@ from lightning_distrec.strategies.torchrec import TorchRecShardedStrategy
 from lightning_distrec.units import describe_error, parse_bandwidth, parse_bytes
 
 
+def run_plan(options: Namespace) -> int:
+    """Run the command and return its exit code."""
+    outcome = plan_ahead(options)
+    if options.json:
+        print(json.dumps(as_json(outcome), indent=1))
+    else:
+        print_dry_run(outcome, console())
+    if outcome.plan is None and (options.html or options.save_plan):
+        print("lightning-distrec: there is no plan, so no file was written.", file=sys.stderr)
+    return EXIT_OK if outcome.fits else EXIT_NEGATIVE
+
+
 class PlanRecipeBuilder(MetaRecipeBuilder):
     """Builds the strategy too, if the YAML gives it options, and no data unless it is to be looked at."""
 
@@ -38,9 +54,11 @@ class PlanRecipeBuilder(MetaRecipeBuilder):
     def before_instantiate_classes(self) -> None:
         super().before_instantiate_classes()
         config = self.config.fit
-        self.settings.batch_size = _batch_size_of(config.get("data"), config.get("model"))
+        self.settings.batch_size = _find_batch_size(config.get("data"), config.get("model"))
+        # Building the data may download it, or need its folder.
         if not self.reads_data:
             config.data = None
+        # A strategy with options is built for them; one that is a name alone could be any of Lightning's, for GPUs say.
         if isinstance(self.settings.strategy, Namespace) and self.settings.strategy.get("class_path"):
             config.trainer.strategy = self.settings.strategy
 
@@ -48,9 +66,9 @@ class PlanRecipeBuilder(MetaRecipeBuilder):
         with tables_on_meta():
             super().instantiate_classes()
 
-    def instantiate_trainer(self, **given: Any) -> Any:
+    def instantiate_trainer(self, **arguments: Any) -> Any:
         self.settings.strategy_built = self.config_init.fit.trainer.strategy
-        return super().instantiate_trainer(**given)
+        return super().instantiate_trainer(**arguments)
 
 
 class DataRecipeBuilder(PlanRecipeBuilder):
@@ -59,7 +77,7 @@ class DataRecipeBuilder(PlanRecipeBuilder):
     reads_data = True
 
 
-def _batch_size_of(*parts: Any) -> int | None:
+def _find_batch_size(*parts: Any) -> int | None:
     """Return the argument `batch_size` of the first part of the YAML that has one."""
     for part in parts:
         arguments: Any = part.get("init_args") if isinstance(part, Namespace) else None
@@ -68,32 +86,27 @@ def _batch_size_of(*parts: Any) -> int | None:
     return None
 
 
-def plan_ahead(given: Namespace) -> DryRun:
+def plan_ahead(options: Namespace) -> DryRun:
     """Return the dry run that the command line asks for, and write the files that it names.
 
     Raises ConfigError, and the strategy's own errors.
     """
-    bandwidths = _bandwidths(given.bandwidth or [])
-    _check(given)
-    host_bytes = (
-        0 if given.host_memory is None else parse_bytes(given.host_memory, f"--host-memory {given.host_memory!r}")
-    )
-    memory = None
-    if given.device_memory is not None:
-        memory = parse_bytes(given.device_memory, f"--device-memory {given.device_memory!r}")
+    bandwidths = _parse_bandwidths(options.bandwidth or [])
+    check_options(options, "plan", nodes=1, devices=1, batch_size=1, from_data=1)
+    host_bytes, memory = _parse_memory(options, "host_memory"), _parse_memory(options, "device_memory")
     hide_upstream_deprecations()
-    built = _built(given.config, PlanRecipeBuilder if given.from_data is None else DataRecipeBuilder)
-    trainer, assumed = built.settings, []
+    recipe = _build_on_meta(options.config, PlanRecipeBuilder if options.from_data is None else DataRecipeBuilder)
+    trainer, assumed = recipe.settings, []
     trainer.precision = full_precision_name(trainer.precision)
-    device = given.accelerator or ("cuda" if is_on_gpu(trainer.accelerator) else "cpu")
-    if given.accelerator is None and trainer.accelerator == "auto":
+    device = options.accelerator or ("cuda" if is_on_gpu(trainer.accelerator) else "cpu")
+    if options.accelerator is None and trainer.accelerator == "auto":
         assumed.append(f"accelerator: auto is {device}, which this machine has; set --accelerator for another")
     if trainer.precision == "16-mixed" and device == "cpu":
         trainer.precision = "bf16-mixed"  # as Lightning does
-    strategy, of_strategy = _strategy(trainer)
-    settings = _overridden(strategy.table_settings, given, trainer.batch_size)
-    num_nodes = given.nodes or int(trainer.num_nodes)
-    on_node = given.devices or count_devices(trainer.devices, device)
+    strategy, notes = _choose_strategy(trainer)
+    settings = _override_settings(strategy.table_settings, options, trainer.batch_size)
+    num_nodes = options.nodes or int(trainer.num_nodes)
+    on_node = options.devices or count_devices(trainer.devices, device)
     origin = "--device-memory" if memory is not None else "memory_bytes_per_rank"
     if memory is None and settings.memory_bytes_per_rank is None:
         if device == "cuda" and not torch.cuda.is_available():
@@ -105,35 +118,33 @@ def plan_ahead(given: Namespace) -> DryRun:
         device=torch.device(device),
         memory_bytes=memory or memory_bytes_per_rank(torch.device(device), on_node, settings.memory_bytes_per_rank),
         memory_origin=origin,
-        host_bytes=host_bytes,
+        host_bytes=host_bytes or 0,
         bandwidths=bandwidths,
         shards_dense=strategy.shards_dense,
         groups=settings.groups,
     )
-    dry = dry_module(built.model, trainer, settings, job.device)
-    if given.from_data is not None:
-        dry = with_counts(dry, *count_ids_in_data(built.model, built.datamodule, given.from_data))
-    found = dry_run(dry, job, quick=given.quick)
-    found = replace(found, assumed=[*of_strategy, *assumed, *found.assumed])
-    if found.plan is not None and given.html is not None:
-        write_page(given.html, found.plan)
-    if found.plan is not None and given.save_plan is not None:
-        Path(given.save_plan).absolute().parent.mkdir(parents=True, exist_ok=True)
-        save_plan(given.save_plan, found.plan)
-    return found
+    dry = dry_module(recipe.model, trainer, settings, job.device)
+    if options.from_data is not None:
+        dry = with_counts(dry, *count_ids_in_data(recipe.model, recipe.datamodule, options.from_data))
+    outcome = dry_run(dry, job, quick=options.quick)
+    outcome = replace(outcome, assumed=[*notes, *assumed, *outcome.assumed])
+    if outcome.plan is not None and options.html is not None:
+        write_page(options.html, outcome.plan)
+    if outcome.plan is not None and options.save_plan is not None:
+        Path(options.save_plan).absolute().parent.mkdir(parents=True, exist_ok=True)
+        save_plan(options.save_plan, outcome.plan)
+    return outcome
 
 
-def _check(given: Namespace) -> None:
-    if not given.config:
-        raise ConfigError("plan: no --config is given. Name the YAML that `fit` would be given.")
-    for name in ("nodes", "devices", "batch_size", "from_data"):
-        if given[name] is not None and given[name] < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {given[name]}: must be at least 1.")
+def _parse_memory(options: Namespace, name: str) -> int | None:
+    if options[name] is None:
+        return None
+    return parse_bytes(options[name], f"--{name.replace('_', '-')} {options[name]!r}")
 
 
-def _bandwidths(given: Sequence[str]) -> dict[str, Bandwidth]:
-    found = {}
-    for text in given:
+def _parse_bandwidths(texts: Sequence[str]) -> dict[str, Bandwidth]:
+    bandwidths = {}
+    for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
             raise ConfigError(f"--bandwidth {text}: a name and a value are needed, such as cross_node=25GB/s.")
@@ -143,11 +154,11 @@ def _bandwidths(given: Sequence[str]) -> dict[str, Bandwidth]:
                 f"--bandwidth {text}: there is no bandwidth {name!r}{near} Use one of {', '.join(NAMES)}."
             )
         number = parse_bandwidth(value, f"--bandwidth {text}")
-        found[name] = Bandwidth(bytes_per_second=number, origin="--bandwidth")
-    return found
+        bandwidths[name] = Bandwidth(bytes_per_second=number, origin="--bandwidth")
+    return bandwidths
 
 
-def _built(configs: Sequence[str], builder: type[PlanRecipeBuilder]) -> Any:
+def _build_on_meta(configs: Sequence[str], builder: type[PlanRecipeBuilder]) -> Any:
     try:
         return build_recipe(configs, builder)
     except Exception as error:
@@ -163,7 +174,7 @@ def _built(configs: Sequence[str], builder: type[PlanRecipeBuilder]) -> Any:
         ) from error
 
 
-def _strategy(trainer: Any) -> tuple[TorchRecShardedStrategy, list[str]]:
+def _choose_strategy(trainer: Any) -> tuple[TorchRecShardedStrategy, list[str]]:
     """Return the YAML's strategy, or torchrec_sharded with its defaults and a line about that."""
     built = trainer.strategy_built
     if isinstance(built, TorchRecShardedStrategy):
@@ -175,16 +186,12 @@ def _strategy(trainer: Any) -> tuple[TorchRecShardedStrategy, list[str]]:
     return TorchRecShardedStrategy(), [f"the strategy is {kind}: the plan is for {name} with its defaults"]
 
 
-def _overridden(settings: TableSettings, given: Namespace, of_yaml: int | None) -> TableSettings:
-    """Return the strategy's settings, overridden by the command line. of_yaml: batch_size of its data or model."""
-    planning = settings.planning
-    if given.reserve is not None:
-        planning = replace(planning, reserve=given.reserve)
-    if given.plan_file is not None:
-        planning = replace(planning, plan_file=given.plan_file)
-    settings = replace(settings, planning=planning)
-    if given.batch_size:
-        return replace(settings, batch_size_per_rank=given.batch_size, batch_size_origin="--batch-size")
-    if settings.batch_size_per_rank is None and of_yaml is not None:
-        return replace(settings, batch_size_per_rank=of_yaml, batch_size_origin="batch_size of the YAML")
+def _override_settings(settings: TableSettings, options: Namespace, yaml_batch_size: int | None) -> TableSettings:
+    """Return the strategy's settings, overridden by the command line."""
+    planning = {name: options[name] for name in ("reserve", "plan_file") if options[name] is not None}
+    settings = replace(settings, planning=replace(settings.planning, **planning))
+    if options.batch_size:
+        return replace(settings, batch_size_per_rank=options.batch_size, batch_size_origin="--batch-size")
+    if settings.batch_size_per_rank is None and yaml_batch_size is not None:
+        return replace(settings, batch_size_per_rank=yaml_batch_size, batch_size_origin="batch_size of the YAML")
     return settings

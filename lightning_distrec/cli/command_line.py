@@ -1,0 +1,326 @@
+"""The command line: the options of each command, exit codes and the console. Nothing here loads torch."""
+
+import inspect
+import signal
+import sys
+from argparse import ArgumentParser as PlainParser
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import util
+from typing import Literal, NamedTuple
+
+from jsonargparse import ArgumentParser, Namespace
+from rich.console import Console
+
+from lightning_distrec.errors import ConfigError
+
+LIGHTNING_COMMANDS = {
+    "fit": "Train a module: fit --config FILE.yaml.",
+    "validate": "Evaluate a module on its validation data.",
+    "test": "Evaluate a module on its test data.",
+    "predict": "Run a module on its prediction data.",
+}
+"""The commands of a LightningCLI, which parses their options."""
+
+FOLDER_FORMATS = ("torch.export", "quantized")
+"""Formats of `export` that are folders which answer requests."""
+
+EXIT_OK, EXIT_NEGATIVE, EXIT_ERROR = 0, 1, 2
+"""Exit codes as those of `diff`: 0 is a positive answer (fits, equal, ready), 1 a negative one, 2 no answer."""
+PLAIN_WIDTH = 160
+"""Width of tables where stdout is not a terminal."""
+
+
+def console() -> Console:
+    """Return a console that prints brackets in names as they are, and tables in full width into pipes."""
+    width = None if sys.stdout.isatty() else PLAIN_WIDTH
+    return Console(markup=False, emoji=False, highlight=False, width=width)
+
+
+def check_options(options: Namespace, command: str, **minimums: int) -> None:
+    """Raise ConfigError: --config is missing, or one of the numbers is below its minimum."""
+    if not options.config:
+        raise ConfigError(f"{command}: --config is missing. Give it the YAML file that fit would get.")
+    for name, minimum in minimums.items():
+        if options[name] is not None and options[name] < minimum:
+            raise ConfigError(f"--{name.replace('_', '-')} {options[name]}: must be at least {minimum}.")
+
+
+@contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """Raise SystemExit on SIGTERM, so that temporary files are removed and child processes are terminated."""
+    earlier_handler = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, earlier_handler)
+
+
+def advise_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="lightning-distrec advise",
+        description="Print which strategy suits a module, and why: estimate the memory that each strategy needs per "
+        "rank. The module is built, and runs one batch, on this machine's CPU; nothing is trained.",
+    )
+    add = parser.add_argument
+    add("--config", type=str, action="append", help="Read this YAML file, as fit does; repeat to merge several.")
+    add("--nodes", type=int | None, help="Assume this many nodes instead of the YAML's.")
+    add("--devices", type=int | None, help="Assume this many devices per node instead of the YAML's.")
+    add("--device-memory", type=str | None, help="Assume this memory per device (80GB, 24GiB), not this machine's.")
+    add("--meta", action="store_true", help="Build the module without memory; leave activations out.")
+    add("--no-batch", action="store_true", help="Read no data; leave activations out.")
+    add("--json", action="store_true", help="Print JSON with all numbers in bytes.")
+    return parser
+
+
+def plan_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="lightning-distrec plan",
+        description="Plan the embedding tables of a module for any cluster, without running on it. Print whether they "
+        "fit, what each rank stores, computes and sends, the largest batch, and the minimum number of nodes. The "
+        "module is built without memory; data is read with --from-data only, and nothing is trained. Exit codes: 0: "
+        "the tables fit; 1: they do not; 2: the recipe or an option is wrong.",
+    )
+    add = parser.add_argument
+    add("--config", type=str, action="append", help="Read this YAML file, as fit does; repeat to merge several.")
+    add("--nodes", type=int | None, help="Plan for this many nodes instead of the YAML's.")
+    add("--devices", type=int | None, help="Plan for this many devices per node instead of the YAML's.")
+    add("--device-memory", type=str | None, help="Plan for this memory per rank (80GB, 24GiB) instead of the YAML's.")
+    add("--host-memory", type=str | None, help="Let GPUs read tables from this much host memory per node.")
+    add("--accelerator", type=Literal["cuda", "cpu"] | None, help="Plan for this accelerator instead of the YAML's.")
+    add("--bandwidth", type=str, action="append", help="Set a bandwidth, such as cross_node=25GB/s; repeat for others.")
+    add("--reserve", type=str | None, help="Reserve memory for everything but tables: 15% or 4GB.")
+    add("--batch-size", type=int | None, help="Plan for this many samples per rank and step instead of the YAML's.")
+    add("--from-data", type=int | None, help="Plan by the ids and different rows of this number of batches.")
+    add("--plan-file", type=str | None, help="Examine this plan.json instead of searching for a plan.")
+    add("--html", type=str | None, help="Write the plan as a page to this file.")
+    add("--save-plan", type=str | None, help="Write the plan to this file, for planning.plan_file.")
+    add("--quick", action="store_true", help="Skip the search for the largest batch and the minimum number of nodes.")
+    add("--json", action="store_true", help="Print JSON with all numbers of all ranks.")
+    return parser
+
+
+def bench_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="lightning-distrec bench",
+        description="Measure a recipe under several strategies and numbers of devices. The cases run in turns for a "
+        "few steps each, without the recipe's callbacks, loggers and checkpoints. Exit code 1: no case could be "
+        "measured.",
+    )
+    add = parser.add_argument
+    add("--config", type=str, action="append", help="Read this YAML file, as fit does; repeat to merge several.")
+    add("--strategies", type=str, default="ddp_tuned,fsdp_tuned,torchrec_sharded", help="Measure these strategies.")
+    add("--devices", type=str, default="1,2", help="Measure on these numbers of devices.")
+    add("--steps", type=int, default=30, help="Measure this many steps of each run.")
+    add("--warmup", type=int, default=5, help="Run this many steps before measuring.")
+    add("--rounds", type=int, default=3, help="Run each case this many times.")
+    add("--timeout", type=float, default=600.0, help="Stop a run after this many seconds.")
+    add("--out", type=str, default="bench", help="Write results.json and results.png to this folder.")
+    return parser
+
+
+def doctor_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="lightning-distrec doctor",
+        description="Check the ranks, machines and network links that a job would get, and print what prevents it from "
+        "running. Run it alone, or start it as the job will be started: srun -N2 --ntasks-per-node=8 lightning-distrec "
+        "doctor. Exit codes: 0: no errors found; 1: errors found; 2: the ranks did not find each other.",
+    )
+    parser.add_argument("--folder", type=str, default=".", help="Check that all ranks share this folder.")
+    parser.add_argument("--timeout", type=float, default=60.0, help="Wait this many seconds for the other ranks.")
+    parser.add_argument("--json", action="store_true", help="Print JSON with all findings, on rank 0.")
+    return parser
+
+
+def recipes_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="lightning-distrec recipes",
+        description="List the jobs that come with the package, or copy one: model, data and YAML files to run and to "
+        "change.",
+    )
+    commands = parser.add_subcommands()
+    commands.add_subcommand("list", ArgumentParser(description="Print the name of each recipe and what it does."))
+    copy = ArgumentParser(description="Copy a recipe, and what it shares with others, to FOLDER/recipes.")
+    copy.add_argument("name", type=str, help="Copy this recipe.")
+    copy.add_argument("--into", type=str, default=".", help="Copy into this folder, from which it then runs.")
+    commands.add_subcommand("copy", copy)
+    return parser
+
+
+def slurm_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="lightning-distrec slurm",
+        description="Write an sbatch script that runs a recipe: it checks the job with `doctor`, starts `fit` with "
+        "srun, saves a checkpoint before the time limit and resumes from it when Slurm requeues the job.",
+    )
+    add = parser.add_argument
+    add("--config", type=str, action="append", help="Run this YAML file, as fit does; repeat to merge several.")
+    add("--nodes", type=int, required=True, help="Request this many nodes.")
+    add("--ranks-per-node", type=int, required=True, help="Start this many ranks on each node, usually one per GPU.")
+    add("--gpus", type=bool, default=True, help="Request one GPU for each rank.")
+    add("--cpus-per-rank", type=int, default=8, help="Request CPU cores for a rank and the workers of its dataloaders.")
+    add("--time", type=str, default="24:00:00", help="Set the time limit, in any format of Slurm, such as 7-00:00:00.")
+    add("--partition", type=str, default="", help="Submit to this partition; empty: Slurm's default.")
+    add("--account", type=str, default="", help="Charge this account; empty: Slurm's default.")
+    add("--signal-seconds", type=int, default=120, help="Save a checkpoint this many seconds before the time limit.")
+    add("--job-name", type=str, default="", help="Name the job; empty: the folder of the first YAML file.")
+    add("--error", type=str, default="", help="Write stderr to this file, such as %%x-%%j.err; empty: into the log.")
+    add(
+        "--setup", type=str, action="append", help='Run this line first, such as "module load cuda"; repeat for others.'
+    )
+    add("--sbatch", type=str, action="append", help='Add this option, such as "qos=high"; repeat for others.')
+    add(
+        "--launcher",
+        type=Literal["srun", "torchrun"],
+        default="srun",
+        help="Start ranks with srun, or with one torchrun on each node, which starts them again after a failure.",
+    )
+    add("overrides", type=str, nargs="*", help="Pass these to fit. Write them after --, as last ones.")
+    add("--out", type=str, default="-", help="Write the script to this new file; -: print it.")
+    return parser
+
+
+def export_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="lightning-distrec export",
+        description="Convert a checkpoint into a single file, or into a folder that answers requests without this "
+        "package. One process does it, with little memory, however large the tables are.",
+    )
+    parser.add_argument(
+        "checkpoint", type=str, help="Convert this checkpoint: a folder, or a .ckpt, .pt or .safetensors file."
+    )
+    parser.add_argument(
+        "out",
+        type=str,
+        help="Write this file. *.pt or *.safetensors: the state_dict of the unsharded module. *.ckpt: a Lightning "
+        "checkpoint, from which any Trainer resumes. With --format torch.export or quantized: a folder.",
+    )
+    parser.add_argument(
+        "--format",
+        choices=["safetensors", *FOLDER_FORMATS],
+        metavar="FORMAT",
+        default=None,
+        help="torch.export: a folder with predict_step as a program, the tables, and a script that answers requests. "
+        "quantized: the same with rows of 8 or 4 bits. Both need --config. safetensors: what *.safetensors names, too.",
+    )
+    parser.add_argument(
+        "--config",
+        action="append",
+        default=None,
+        help="The YAML that `fit` was given; several are laid over each other. For the formats that are folders.",
+    )
+    parser.add_argument(
+        "--bits", type=int, choices=[8, 4], default=None, help="Bits of a number in quantized rows. Default: 8."
+    )
+    parser.add_argument(
+        "--pickles",
+        action="store_true",
+        help="Read a checkpoint that was saved with `checkpoint: {pickles: true}`. Code in it is run: set it for files "
+        "that you trust.",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="Replace OUT if it exists.")
+    return parser
+
+
+def checkpoint_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="lightning-distrec checkpoint",
+        description="Inspect a checkpoint, a folder or a single file, or merge a difference with its base.",
+    )
+    commands = parser.add_subcommands(title="commands", metavar="COMMAND")
+    inspect, merge = _inspect_parser(), _merge_parser()
+    commands.add_subcommand("inspect", inspect, help="Print what a checkpoint contains.")
+    commands.add_subcommand("merge", merge, help="Write a difference and its base as one full checkpoint.")
+    inspect.prog, merge.prog = "lightning-distrec checkpoint inspect", "lightning-distrec checkpoint merge"
+    return parser
+
+
+def _inspect_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        description="Print what a checkpoint contains, which version wrote it, and whether it is complete. "
+        "Exit codes: 0: complete; 2: incomplete, damaged or unreadable."
+    )
+    parser.add_argument(
+        "path", type=str, help="Inspect this checkpoint: a folder, or a .ckpt, .pt or .safetensors file."
+    )
+    parser.add_argument("--json", action="store_true", help="Print JSON with all tensors.")
+    parser.add_argument("--all", action="store_true", help="List all tensors instead of the largest ones.")
+    parser.add_argument("--verify", action="store_true", help="Read all files and compare them with their checksums.")
+    return parser
+
+
+def _merge_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        description="Write a checkpoint by difference and its base as one full checkpoint, with little memory. Exit "
+        "codes: 0: written; 2: it cannot be."
+    )
+    parser.add_argument("difference", type=str, help="Merge this difference; its base is next to it.")
+    parser.add_argument("out", type=str, help="Write this folder, which must not exist.")
+    return parser
+
+
+def completion_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="lightning-distrec completion",
+        description="Print a script that completes commands and options. For this shell alone: "
+        'eval "$(lightning-distrec completion bash)". For all: write it to a file that the shell reads.',
+    )
+    parser.add_argument("shell", type=Literal["bash", "zsh", "tcsh"], help="Print the script of this shell.")
+    return parser
+
+
+class Command(NamedTuple):
+    """A command of ours, which a file of this folder runs by a function `run_NAME`."""
+
+    help: str
+    parser: Callable[[], ArgumentParser]
+    file: str
+
+
+COMMANDS = {
+    "advise": Command("Print which strategy suits a module, and why.", advise_parser, "advise_command"),
+    "plan": Command("Plan embedding tables for any cluster, and print whether they fit.", plan_parser, "plan_command"),
+    "bench": Command("Measure a recipe under several strategies and numbers of devices.", bench_parser, "job_commands"),
+    "doctor": Command("Check the ranks, machines and network links of a job.", doctor_parser, "job_commands"),
+    "recipes": Command("List the jobs that come with the package, or copy one.", recipes_parser, "recipes"),
+    "slurm": Command("Write an sbatch script that runs a recipe.", slurm_parser, "job_commands"),
+    "export": Command(
+        "Convert a checkpoint into a single file, or into a folder that answers requests.",
+        export_parser,
+        "checkpoint_commands",
+    ),
+    "checkpoint": Command("Inspect a checkpoint, or merge a difference.", checkpoint_parser, "checkpoint_commands"),
+    "completion": Command(
+        "Print a script with which a shell completes commands and options.", completion_parser, "command_line"
+    ),
+}
+
+
+def run_completion(options: Namespace) -> int:
+    """Run the command and return its exit code."""
+    if not util.find_spec("shtab"):
+        raise ConfigError("completion: the package shtab is not installed. Run pip install shtab.")
+    import shtab  # no dependency of ours
+
+    print(shtab.complete(_full_parser(), shell=options.shell))
+    return EXIT_OK
+
+
+def _full_parser() -> PlainParser:
+    """Return one parser with all commands and options. It only lists them: each command parses its own."""
+    from lightning.pytorch import Trainer
+
+    full = PlainParser(prog="lightning-distrec")
+    full.add_argument("--version", action="store_true", help="Print versions.")
+    # Lightning's parsers take seconds to build; the names of the Trainer's arguments are enough here.
+    commands = full.add_subparsers()
+    for name, text in LIGHTNING_COMMANDS.items():
+        lightning_parser = commands.add_parser(name, help=text)
+        for option in ("--config", "--print_config", "--ckpt_path", "--seed_everything", "--model", "--data"):
+            lightning_parser.add_argument(option)
+        for option in inspect.signature(Trainer.__init__).parameters.keys() - {"self", "kwargs"}:
+            lightning_parser.add_argument(f"--trainer.{option}")
+    for name, command in COMMANDS.items():
+        # Each parser has its own --help.
+        commands.add_parser(name, help=command.help, parents=[command.parser()], conflict_handler="resolve")
+    return full

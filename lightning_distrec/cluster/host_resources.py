@@ -1,0 +1,123 @@
+"""What a rank uses of its machine: a number of threads, and the network interface to the ranks of other nodes.
+
+By default gloo takes the interface that the machine's own name resolves to, which may be no network at all (127.0.1.1),
+and NCCL the first that is up.
+"""
+
+import ctypes
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch.distributed import Store
+
+Cpus = tuple[int, frozenset[int]]
+"""A rank's node, and the CPUs it may run on."""
+
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+OMP_PAUSE_HARD = 2
+
+
+def cpus_of_this_process(node: int) -> Cpus:
+    """Return the CPUs that this process may run on, as the scheduler has bound it."""
+    return node, frozenset(os.sched_getaffinity(0))
+
+
+def num_threads(ranks: Sequence[Cpus], rank: int, environ: Mapping[str, str]) -> int:
+    """Return the number of threads for `rank`. environ: the environment, with Slurm's `--cpus-per-task`."""
+    node, rank_cpus = ranks[rank]
+    # Ranks that are bound to CPUs of their own share with nobody; unbound ones with all of their node.
+    sharers = sum(bool(cpus & rank_cpus) for other, cpus in ranks if other == node)
+    threads = len(rank_cpus) // sharers
+    if environ.get("SLURM_CPUS_PER_TASK", "").isdigit():
+        threads = min(threads, int(environ["SLURM_CPUS_PER_TASK"]))
+    return max(1, threads)
+
+
+def use_threads(number: int) -> None:
+    """Set the number of threads of torch, and of the processes that this one starts."""
+    torch.set_num_threads(number)
+    os.environ[THREADS_VARIABLE] = str(number)
+
+
+def end_threads() -> bool:
+    """End OpenMP's idle threads, which begin again when they are needed; return whether that worked.
+
+    A process that is forked while libgomp has some believes that it has them too, and waits for them forever.
+    Source: omp_pause_resource_all of OpenMP 5.0, which libgomp has since GCC 9.
+    """
+    pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)  # torch loads its OpenMP for all to see
+    return pause is not None and pause(OMP_PAUSE_HARD) == 0
+
+
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+KEY = "address"
+ANY_PORT = 9
+SIOCGIFADDR = 0x8915
+"""The ioctl for an interface's address. Source: linux/sockios.h."""
+
+
+def choose_interface(
+    store: Store, rank: int, num_ranks: int, host: str, backend: str, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """Collective. Return the variables that make gloo and NCCL use the interface to other nodes.
+
+    host: of rank 0. environ: the environment; a variable that is set there stays. Empty: all ranks are on this machine,
+    or the interface is not found.
+    """
+    address = find_local_address(host)
+    store.set(f"{KEY}/{rank}", address)
+    # Collective: each rank writes above, before those on rank 0's own node look at the way to the others.
+    if not _is_outside(address):
+        addresses = [store.get(f"{KEY}/{other}").decode() for other in range(num_ranks)]
+        outside = next((other for other in addresses if _is_outside(other)), "")
+        address = find_local_address(outside) if outside else ""
+    name = find_interface(address) if _is_outside(address) else None
+    if name is None:
+        return {}
+    # "=": this one, and not all with this prefix.
+    interfaces = {GLOO: name, NCCL: f"={name}"} if "nccl" in backend else {GLOO: name}
+    return {variable: value for variable, value in interfaces.items() if variable not in environ}
+
+
+def find_local_address(host: str) -> str:
+    """Return the address from which this machine would send to `host`, "" without a route. Nothing is sent."""
+    with suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, ANY_PORT, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+    return ""
+
+
+def find_interface(address: str) -> str | None:
+    """Return the name of the interface that has an address; None where it is not found."""
+    with suppress(OSError, ImportError):
+        if _parse_address(address).version == 4:
+            return next((name for _, name in socket.if_nameindex() if _interface_address(name) == address), None)
+        packed = _parse_address(address).packed.hex()
+        lines = (line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines())
+        return next((words[-1] for words in lines if words[0] == packed), None)
+    return None
+
+
+def _interface_address(interface: str) -> str:
+    import fcntl  # not on Windows
+
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        return socket.inet_ntoa(answer[20:24])
+    return ""
+
+
+def _is_outside(address: str) -> bool:
+    return bool(address) and not _parse_address(address).is_loopback
+
+
+def _parse_address(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    return ipaddress.ip_address(address.partition("%")[0])  # without the interface that an IPv6 address may name

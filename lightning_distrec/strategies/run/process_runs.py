@@ -1,0 +1,175 @@
+"""The runs of this process, under the watchdog, and what follows the last of them: leaving the process group at exit.
+
+A run reports its begin and end, and a failure that another rank caused names that rank.
+
+A gloo thread that drops its last Python object while the interpreter is finalizing aborts the process ("terminate
+called without an active exception"): after a run that succeeded, or after the message of one that failed. So at exit:
+release what holds requests, collect garbage, wait for the other ranks for a bounded time, destroy the group.
+"""
+
+import atexit
+import gc
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_distrec._compat.torch import abort_process_groups, collective_counts, default_store
+from lightning_distrec.cluster.consensus import forget_consensus
+from lightning_distrec.cluster.introduction import LOOPBACK, listen_at
+from lightning_distrec.cluster.rendezvous import MeetingPoint
+from lightning_distrec.cluster.watchdog import Watchdog
+from lightning_distrec.cluster.watchdog_hub import Settings
+
+STALL_SECONDS = 60.0
+FAREWELL_SECONDS = 10.0
+FAREWELL = "farewell"
+
+
+class ProcessRuns:
+    """What lives from the first rendezvous until the process ends, over all Trainers: they share a process group."""
+
+    def __init__(self) -> None:
+        self.watchdog: Watchdog | None = None
+        self.has_failed = False
+        """Whether a run has failed: other ranks may be gone, so that the exit must not wait for them."""
+        self._trainer: Trainer | None = None
+        self._releases: list[weakref.WeakMethod[Callable[[], None]]] = []
+
+    def start_watchdog(
+        self, rank: int, point: MeetingPoint, nodes: list[str], port: int, token: str, silence_seconds: float
+    ) -> int:
+        """Watch over the ranks from the moment that this one and rank 0 know of each other. Return rank 0's port.
+
+        nodes: the node of each rank by name; empty where that is not known. port: of rank 0's watchdog, 0 on rank 0.
+        token: known to this job only. silence_seconds: 0 disables.
+        """
+        if self.watchdog is not None:
+            self.watchdog.close()
+            self.watchdog = None
+        if not silence_seconds:
+            return port
+        listener, host = None, point.host
+        if rank == 0:
+            listener = listen_at(host, 0, point.one_node)
+            host, port = listener.getsockname()[:2]
+            host = LOOPBACK if host in ("0.0.0.0", "::") else host  # all interfaces
+        descriptor = None if listener is None else listener.fileno()
+        settings = Settings(rank, os.getpid(), nodes, host, port, descriptor, token, silence_seconds, STALL_SECONDS)
+        self.watchdog = Watchdog(settings, listener)
+        self._start_run()
+        return port
+
+    @contextmanager
+    def run(self, trainer: Trainer | None, all_leave: Callable[[], bool]) -> Iterator[None]:
+        """Around a run of the trainer. all_leave: whether a SystemExit is one that all ranks have agreed on.
+
+        Raises RankError, from what torch has raised: an exchange failed because of another rank, which is named.
+        """
+        self._trainer = trainer
+        self._start_run()
+        try:
+            yield
+        except BaseException as failure:
+            if self.watchdog is None:
+                raise
+            # No failure: a signal has stopped all ranks, which end by themselves.
+            if isinstance(failure, SystemExit) and all_leave():
+                self.watchdog.end_run()
+                raise
+            if (reason := self.watchdog.explain(failure)) is not None:
+                raise reason from failure
+            raise
+        finally:
+            self._trainer = None
+        if self.watchdog is not None:
+            self.watchdog.end_run()
+
+    @contextmanager
+    def leaving(self, has_failed: bool) -> Iterator[None]:
+        """Around what may wait for other ranks after a run. has_failed: the run has; the wait is limited then."""
+        watchdog = self.watchdog if has_failed else None
+        if watchdog is not None:
+            watchdog.leave(True)
+        try:
+            yield
+        finally:
+            if watchdog is not None:
+                watchdog.leave(False)
+
+    def leave_at_exit(self, release: Callable[[], None]) -> None:
+        """Register the destruction of the process group at exit.
+
+        release: a bound method that drops its object's references to sharded modules; the object is not kept alive.
+        """
+        if not self._releases:
+            atexit.register(self.leave)
+        self._releases.append(weakref.WeakMethod(release))
+
+    def leave(self) -> None:
+        """Destroy the process group, once all ranks are here or some seconds have passed."""
+        # sys.last_value: set by the interpreter when an exception reached the top of the script.
+        has_failed = self.has_failed or hasattr(sys, "last_value")
+        with self.leaving(has_failed):
+            if has_failed and dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend():
+                # First: freeing a GPU's memory waits for kernels, which wait for ranks that are gone. Not run on a GPU.
+                with suppress(Exception):
+                    abort_process_groups()
+            for reference in self._releases:
+                if (release := reference()) is not None:
+                    release()
+            # What holds requests to gloo is often part of a reference cycle.
+            forget_consensus()
+            gc.collect()
+            if dist.is_available() and dist.is_initialized():
+                if not has_failed and dist.get_backend() == "gloo" and dist.get_world_size() > 1:
+                    _wait_for_all(default_store(), dist.get_world_size())
+                dist.destroy_process_group()
+
+    def _start_run(self) -> None:
+        if self.watchdog is not None and self._trainer is not None:
+            reference = weakref.ref(self._trainer)  # the watchdog stays, and a trainer holds shards
+            self.watchdog.start_run(lambda: "" if (trainer := reference()) is None else describe_progress(trainer))
+
+
+PROCESS = ProcessRuns()
+
+
+def _wait_for_all(store: dist.Store, num_ranks: int) -> None:
+    """Wait for all ranks, for a bounded time: one may be gone, or may wait for this one in a collective.
+
+    By the store, and not by a barrier: a rank in another collective would match the barrier's messages with its own.
+    """
+    deadline = time.monotonic() + FAREWELL_SECONDS
+    with suppress(RuntimeError):  # rank 0, whose process holds the store, has seen all ranks and ended
+        num_arrived = store.add(FAREWELL, 1)
+        while num_arrived < num_ranks and time.monotonic() < deadline:
+            time.sleep(0.02)
+            num_arrived = store.add(FAREWELL, 0)
+
+
+def describe_progress(trainer: Trainer) -> str:
+    """Return how far a run is: stage, batch, and how many exchanges it has begun in each process group.
+
+    Ranks that have parted ways differ by these, where not by the line that they are at.
+    """
+    state = trainer.state
+    if state.stage is None:
+        return f"{state.fn}"
+    validation = trainer.fit_loop.epoch_loop.val_loop if state.fn == TrainerFn.FITTING else trainer.validate_loop
+    loops: dict[str, Any] = {
+        "train": trainer.fit_loop.epoch_loop,
+        "sanity_check": validation,
+        "validate": validation,
+        "test": trainer.test_loop,
+        "predict": trainer.predict_loop,
+    }
+    batch = loops[state.stage.value].batch_progress.current.ready
+    return f"{state.stage.value} batch {batch}, exchanges {'/'.join(map(str, collective_counts()))}"
