@@ -197,7 +197,7 @@ class ManualWatch:
         steps.backward = None
         steps.rates.clear()
 
-    def zero_grad(self, number: int) -> None:
+    def zero_grad(self, number: int, *_: bool) -> None:
         """The optimizer with this number is about to drop its gradients."""
         steps = self._steps.get(number)
         if steps is None:

@@ -31,7 +31,6 @@ from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fully_sharded.shards import drop_unfinished_step, full_value, refuse_sharded, reshard
 from lightning_distrec.strategies.stages.absent_tensors import refuse_absent
 from lightning_distrec.strategies.tables.full_tables import FullTables
-from lightning_distrec.strategies.tables.run_tables import RunTables
 from lightning_distrec.strategies.tables.set_up_inputs import TableSettings
 from lightning_distrec.strategies.torchrec_run import TorchRecRun, holds_shards, sharded_dense, unshard
 
@@ -137,13 +136,6 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         }
 
     @property
-    @override
-    def run_tables(self) -> RunTables | None:
-        """The sharded tables of the run in progress, for callbacks to look at; None without tables."""
-        tables = self._run.tables if self._run is not None else None
-        return tables if isinstance(tables, RunTables) else None
-
-    @property
     def table_optimizers(self) -> list[Optimizer]:
         """The optimizers that table_optimizer has made, in a fit; those of the module are `optimizers`."""
         return [] if self.run_tables is None else self.run_tables.table_optimizers
@@ -231,7 +223,9 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
     @override
     def evaluation_step(self, *args: Any) -> Iterator[None]:
         run = self.run
-        run.tables.before_evaluation_step()
+        # Collective where replicas of tables differ: an evaluation has one value for each row.
+        run.tables.synchronize()
+        run.tables.begin_step()
         with (
             run.evaluation_step(),
             run.dense.step(),

@@ -55,30 +55,16 @@ NOTHING = nullcontext()
 class NoTables:
     """In the place of a RunTables: the module has no tables, and trains as under DDP."""
 
-    groups = None
-    user_step = NOTHING
-
-    def before_training_step(self) -> None:
-        """Do nothing."""
+    groups, user_step = None, NOTHING
 
     def begin_step(self) -> None:
-        """Do nothing."""
+        """Do nothing, nor at the other places in a step."""
 
-    def before_evaluation_step(self) -> None:
-        """Do nothing."""
+    before_training_step = before_backward = synchronize = check_steps = begin_step
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Do nothing."""
+        """Return an empty context."""
         return NOTHING
-
-    def synchronize(self) -> None:
-        """Do nothing."""
-
-    def check_steps(self) -> None:
-        """Do nothing."""
-
-    def before_backward(self) -> None:
-        """Do nothing."""
 
     def loss_factor(self) -> float:
         """Return 1: all ranks count alike."""
@@ -159,7 +145,7 @@ class TorchRecRun(Run):
         )
         if tables is not None:
             self.tables = tables
-            self.undo.callback(tables.release)
+            self.undo.callback(tables.undo.close)
             self.undo.enter_context(skip_idle_record_functions())
             if noted := NotedIds(tables.shards.mappings):
                 checkpoints.positions.keep_rank_state("noted_ids", noted)
@@ -203,7 +189,8 @@ class TorchRecRun(Run):
             if fsdp is None:
                 strategy.configure_ddp()
             shards, table_optimizers = tables.shards.sharded_parameters, tables.table_optimizers
-            fused, replicas = tables.fused_weights(), tables.shards.groups.num_replicas
+            fused = {id(shard.weight): name for name in tables.fused_tables for shard in tables.shards.shards[name]}
+            replicas = tables.shards.groups.num_replicas
             self.undo.enter_context(clip_over_all_ranks(plugin, shards, fused, table_optimizers, replicas))
             # An overflow on one rank skips the step on all, or replicas of dense layers drift apart.
             self.undo.callback(skip_overflows_on_all_ranks(plugin, strategy.optimizers, table_optimizers))
@@ -281,9 +268,9 @@ def sharded_dense(dense: str, fsdp: FSDPOptions | dict[str, Any] | None) -> Shar
 
 def holds_shards(module: nn.Module | None) -> bool:
     """Return whether a module holds tables' shards, or tables on the meta device, neither of which can move."""
-    if module is None:
-        return False
-    return sharded_tables_of(module) is not None or any(parameter.is_meta for parameter in module.parameters())
+    return module is not None and (
+        sharded_tables_of(module) is not None or any(parameter.is_meta for parameter in module.parameters())
+    )
 
 
 def unshard(module: nn.Module, full: Mapping[str, Tensor]) -> None:

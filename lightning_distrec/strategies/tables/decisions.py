@@ -33,7 +33,12 @@ from lightning_distrec.sharding.planning.table_options import (
     replicated_collections,
 )
 from lightning_distrec.sharding.tables import Table, find_tables
-from lightning_distrec.strategies.tables.mapped_tables import refuse_unsharded_mappings, with_dynamic_ids, with_mapping
+from lightning_distrec.strategies.tables.mapped_tables import (
+    refuse_shared_features,
+    refuse_unsharded_mappings,
+    with_dynamic_ids,
+    with_mapping,
+)
 from lightning_distrec.strategies.tables.replicas import refuse_with_groups, warn_of_replicas, why_kept
 from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs, TableSettings
 from lightning_distrec.strategies.tables.weight_reads import read_tables
@@ -102,13 +107,18 @@ def select_tables(module: nn.Module, settings: TableSettings) -> SelectedTables:
     replicated = replicated_collections(candidates.tables, settings.table_options)
     tables = [table for table in candidates.tables if table.collection not in replicated]
     # Before weights are looked for: it may give an unsharded table another number of rows.
-    tables = with_dynamic_ids(tables, options)
+    tables = [with_dynamic_ids(table, options[table.full_name]) for table in tables]
+    refuse_shared_features(tables)
     read = read_tables(module, tables, options)
     # Asked for by its path, an embedding is sharded although its weight is read, and the read raises by name.
     if isinstance(settings.conversion.selected, str):  # not asked for by name
         # On meta there are no rows to keep on every rank, so such a table is sharded, and reading its weight raises.
         tables = [table for table in tables if table.full_name not in read or table.parameter.is_meta]
-    table_options = {table.full_name: _in_collection(options[table.full_name]) for table in tables}
+    # A table with replicated=True is still here where the collection is sharded because of its other tables.
+    table_options = {
+        name: TableOptions(sharding_types=["data_parallel"]) if options[name].replicated else options[name]
+        for name in (table.full_name for table in tables)
+    }
     left_alone = candidates.left_alone | {
         name: f"its weight is read in {method}. To shard it, set tables={{'{name}': {{'gathered_weight': True}}}}"
         for name, method in read.items()
@@ -158,7 +168,10 @@ def updates_in_fit(
         name: name_table_optimizer(updates[name]) for own_optimizer in own_optimizers for name in own_optimizer.tables
     }
     updates |= {
-        name: replace(updates[name], reason=_gathered_in_words(selection, name))
+        name: replace(
+            updates[name],
+            reason=f"gathered weight: {format_bytes(parameters[name].nbytes)} and its gradient on each rank",
+        )
         for name, option in selection.options.items()
         if option.gathered_weight and updates[name].kind == "dense"
     }
@@ -173,9 +186,8 @@ def constraints_of(
 ) -> dict[str, TableConstraints]:
     """Return the constraints of each table, by full name. Raises ConfigError, PlanError: they contradict each other."""
     return {
-        name: _constraints(table, selection.options[name], updates[name], device, layout)
-        for table in selection.tables
-        for name in [table.full_name]
+        t.full_name: _constraints(t, selection.options[t.full_name], updates[t.full_name], device, layout)
+        for t in selection.tables
     }
 
 
@@ -247,11 +259,6 @@ def _warn_of_half_precision(tables: list[Table], fused: list[str]) -> list[str]:
     ]
 
 
-def _gathered_in_words(selection: SelectedTables, name: str) -> str:
-    parameter = next(table.parameter for table in selection.tables if table.full_name == name)
-    return f"gathered weight: {format_bytes(parameter.nbytes)} and its gradient on each rank"
-
-
 def _mode(name: str, options: TableOptions) -> str:
     """Return the wanted update; only the user's optimizer can update a data_parallel table."""
     mode = options.embedding_update or "auto"
@@ -279,11 +286,6 @@ def has_unsharded_collections(module: nn.Module, settings: TableSettings) -> boo
     tables = find_tables(module, NO_CONVERSION).tables
     replicated = replicated_collections(tables, settings.table_options)
     return any(table.collection not in replicated for table in tables)
-
-
-def _in_collection(options: TableOptions) -> TableOptions:
-    """Return what replicated=True means for a table whose collection is sharded because of its other tables."""
-    return TableOptions(sharding_types=["data_parallel"]) if options.replicated else options
 
 
 def _constraints(

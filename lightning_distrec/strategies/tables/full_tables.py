@@ -24,8 +24,9 @@ class FullTables(DistRecStrategy[AnyRun]):
 
     @property
     def run_tables(self) -> RunTables | None:
-        """The sharded tables of the run in progress; None without tables."""
-        raise NotImplementedError
+        """The sharded tables of the run in progress, for callbacks to look at; None without tables."""
+        tables = getattr(self._run, "tables", None)
+        return tables if isinstance(tables, RunTables) else None
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -23,17 +23,11 @@ from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.sharding.tables import MAPS_IDS, Table
 
 
-def with_dynamic_ids(tables: list[Table], options: Mapping[str, TableOptions]) -> list[Table]:
-    """Return the tables, with mappings where their options, by full name, say so; their modules get the wanted rows.
+def with_dynamic_ids(table: Table, options: TableOptions) -> Table:
+    """Return the table, with a mapping where its options say so; its module gets as many rows as they say.
 
-    Raises ConfigError: a table maps ids already, has an id that is no row, or shares a feature with one that has none.
+    Raises ConfigError: the table maps ids already, or has an id that is no row.
     """
-    tables = [_with_dynamic_ids(table, options[table.full_name]) for table in tables]
-    refuse_shared_features(tables)
-    return tables
-
-
-def _with_dynamic_ids(table: Table, options: TableOptions) -> Table:
     if options.ids is None:
         return table
     if table.mapping is not None:
@@ -116,13 +110,12 @@ def mapped_ids(shards: ShardedTables, path: str, updates: Mapping[str, TableUpda
     mappings = {t.name: shards.mappings[t.full_name] for t in tables if t.full_name in shards.mappings}
     if not mappings:
         return None
-    resets = {
-        table.name: RowReset(shard, shards.mappings[name].initial_rows, partial(_states, shards, shard, updates[name]))
-        for table in tables
-        if table.name in mappings
-        for name in [table.full_name]
-        for shard in [shards.shards[name][0]]
-    }
+    resets = {}
+    for table in tables:
+        if table.name in mappings:
+            shard = shards.shards[table.full_name][0]
+            states = partial(_states, shards, shard, updates[table.full_name])
+            resets[table.name] = RowReset(shard, mappings[table.name].initial_rows, states)
     proxy = shards.proxies[path]
     num_rows = {table.name: table.config.num_embeddings for table in tables}
     full_names = {table.name: table.full_name for table in tables}
@@ -148,7 +141,7 @@ class NotedIds:
         return {name: mapping.noted() for name, mapping in self._mappings.items()}
 
     def restore(self, local_state: Mapping[str, Any] | None, first_state: Mapping[str, Any] | None) -> None:
-        """Continue with them. of_rank: None with another number of ranks, whose buckets were others."""
+        """Continue with them. local_state: None with another number of ranks, whose buckets were others."""
         lost = []
         for name, mapping in self._mappings.items():
             if local_state is not None and name in local_state:

@@ -1,7 +1,7 @@
 """The plan of a run: from a file, from an earlier run of the module or from the planner; printed and saved."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +15,7 @@ from lightning_distrec._compat.lightning_checkpoints import resumed_path
 from lightning_distrec.checkpoint.single_file import read_plan
 from lightning_distrec.errors import ConfigError, PlanError
 from lightning_distrec.sharding.planning.checks import check_memory, plan_for_run
-from lightning_distrec.sharding.planning.constraints import TableConstraints
 from lightning_distrec.sharding.planning.plan_file import PLAN_FILE, load_plan, save_plan
-from lightning_distrec.sharding.planning.planned_table import PlannedTable
 from lightning_distrec.sharding.planning.planner import estimate_plan, make_plan
 from lightning_distrec.sharding.planning.report_text import print_plan
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
@@ -44,7 +42,7 @@ def plan_tables(
         # A plan of other groups names ranks that are in another group now.
         old = None if earlier is None or earlier.groups.size != inputs.groups.size else plan_of(earlier, inputs)
         resumes_from = resumed_path(inputs.trainer) if inputs.fits else None
-        planning = follow_checkpoint(inputs.settings.planning, resumes_from, os.environ)
+        planning = follow_checkpoint(inputs.settings.planning, resumes_from)
         return plan_or_follow(decisions, old, replace(inputs.settings, planning=planning), facts)
 
     plan = _from_rank_zero(make)
@@ -121,31 +119,24 @@ def _for_run(plan: ShardingPlan, settings: TableSettings, facts: ClusterFacts) -
 
 def _still_suits(old: ShardingPlan, decisions: Decisions) -> bool:
     """Return whether an earlier plan suits every table, so that rows can stay where they are."""
-    return old.tables.keys() == decisions.constraints.keys() and all(
-        _allows(decisions.constraints[name], table) for name, table in old.tables.items()
-    )
-
-
-def _allows(constraints: TableConstraints, table: PlannedTable) -> bool:
-    return (
-        table.sharding_type in constraints.sharding_types
-        and table.compute_kernel in constraints.compute_kernels
-        and table.cache_load_factor == constraints.options.cache_load_factor
+    constraints = decisions.constraints
+    return old.tables.keys() == constraints.keys() and all(
+        table.sharding_type in constraints[name].sharding_types
+        and table.compute_kernel in constraints[name].compute_kernels
+        and table.cache_load_factor == constraints[name].options.cache_load_factor
+        for name, table in old.tables.items()
     )
 
 
 # -------------------------------------------------------------------------------------------------------- plan files
 
 
-def follow_checkpoint(
-    planning: PlanningOptions, ckpt_path: str | None, variables: Mapping[str, str]
-) -> PlanningOptions:
+def follow_checkpoint(planning: PlanningOptions, ckpt_path: str | None) -> PlanningOptions:
     """Return the options with the plan of the checkpoint that a fit resumes from, where the environment asks for it.
 
-    ckpt_path: None for a fit from the start. The argument comes first. Raises ConfigError: the
-    variable is neither 0 nor 1.
+    ckpt_path: None for a fit from the start. A plan_file comes first. Raises ConfigError: the variable is not 0 or 1.
     """
-    value = variables.get(OF_CHECKPOINT, "").strip() or "0"
+    value = os.environ.get(OF_CHECKPOINT, "").strip() or "0"
     if value not in ("0", "1"):
         raise ConfigError(f"{OF_CHECKPOINT}={value}: set 1 to follow the plan of ckpt_path, or 0.")
     if value == "0" or ckpt_path is None or planning.plan_file is not None:

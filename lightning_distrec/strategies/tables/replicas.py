@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
 from lightning_distrec.errors import ConfigError
+from lightning_distrec.optimizers.param_groups import find_param_group
 from lightning_distrec.optimizers.translation import TableUpdate
 from lightning_distrec.ranks import Ranks
 from lightning_distrec.sharding.lookup.touched_rows import TouchedRows
@@ -28,7 +29,7 @@ Updates = Mapping[str, TableUpdate]
 
 
 class Replicas:
-    """The replicas of a fit, which are equal after `synchronize`."""
+    """The replicas of a fit, which are equal after `synchronize`; each kind acts at some of these places in a step."""
 
     def before_training_step(self) -> None:
         """Do nothing."""
@@ -36,18 +37,15 @@ class Replicas:
     def after_backward(self) -> None:
         """Do nothing."""
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Do nothing."""
-        return nullcontext()
-
     def after_optimizer_step(self) -> None:
         """Do nothing."""
 
-    def synchronize(self) -> None:
-        """Do nothing."""
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside of the context, gradients stay on their rank, and a later backward exchanges their sum."""
+        return nullcontext()
 
     def release(self) -> None:
-        """Do nothing."""
+        """Do nothing at the end of the fit."""
 
 
 class ExchangedGradients(Replicas):
@@ -67,7 +65,6 @@ class ExchangedGradients(Replicas):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside of the context, gradients add up on each rank: a later backward averages their sum."""
         self._waits = True
         try:
             yield
@@ -160,8 +157,9 @@ class AveragedRows(Replicas):
         A group in which no step has given a table a gradient may have no state of it yet; it gets zeros.
         """
         fused = self._tables.fused_state()
-        unfused = [(i, shard, self._optimizer_of(shard)) for i, shard in shards if id(shard) not in fused]
-        states = {i: (optimizer.state.get(shard.weight, {}), optimizer) for i, shard, optimizer in unfused if optimizer}
+        optimizers = self._optimizers()
+        unfused = [(i, s.weight, find_param_group(s.weight, optimizers)) for i, s in shards if id(s) not in fused]
+        states = {i: (g.optimizer.state.get(weight, {}), g.optimizer) for i, weight, g in unfused if g is not None}
         widths = {i: _widths(shards[i][1], state) for i, (state, _) in states.items()}
         rank_widths = self._ranks.all_gather(list(widths.items()))
         replica_widths = [dict(rank_widths[rank]) for rank in self._tables.groups.same_shards(self._ranks.rank)]
@@ -181,18 +179,12 @@ class AveragedRows(Replicas):
         self._use_largest(counts)
         return row_states
 
-    def _optimizer_of(self, shard: LocalShard) -> Optimizer | None:
-        for optimizer in self._optimizers():
-            if any(shard.weight is parameter for group in optimizer.param_groups for parameter in group["params"]):
-                return optimizer
-        return None
-
     def _use_largest(self, counts: list[tuple[dict[str, Any], str]]) -> None:
         """Collective among replicas. Set each count of steps to the largest that a replica has."""
         if not counts:
             return
-        numbers = torch.tensor([float(state[key]) for state, key in counts], dtype=torch.float32)
-        numbers = numbers.to(self._device())
+        device = next(shards[0].weight.device for shards in self._tables.shards.values())
+        numbers = torch.tensor([float(state[key]) for state, key in counts], dtype=torch.float32).to(device)
         # A group whose tables had no gradient may have stepped less often; Adam's bias correction would differ.
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._group)
         for (state, key), number in zip(counts, numbers.tolist(), strict=True):
@@ -200,9 +192,6 @@ class AveragedRows(Replicas):
                 state[key].fill_(number)
             else:
                 state[key] = type(state[key])(number)
-
-    def _device(self) -> torch.device:
-        return next(shards[0].weight.device for shards in self._tables.shards.values())
 
 
 def _widths(shard: LocalShard, state: Mapping[str, Any]) -> list[tuple[str, int]]:

@@ -1,7 +1,7 @@
 """The sharded tables of a run, their plan, what updates them, and the checks before and after every step."""
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -104,7 +104,7 @@ class RunTables:
     table_optimizers: list[Optimizer] = field(default_factory=list)
     """Those of tables alone, which step together with the one above."""
     lr_scheduler_configs: list[Any] = field(default_factory=list)
-    undo: list[Callable[[], None]] = field(default_factory=list)
+    undo: ExitStack = field(default_factory=ExitStack)
     """Removes what was registered on optimizers and plugins for the run."""
 
     def __post_init__(self) -> None:
@@ -128,18 +128,23 @@ class RunTables:
         self.optimizers, self.table_optimizers = optimizers, table_optimizers
         if table_optimizers:
             # They step with the user's first one, whose steps Lightning's loop counts.
-            self.undo.append(step_with(optimizers[0], table_optimizers))
+            self.undo.callback(step_with(optimizers[0], table_optimizers))
             held = {id(parameter) for parameter in collect_parameters(table_optimizers)}
             weights = {id(s.weight): name for name, shards in self.shards.shards.items() for s in shards}
             self._added_tables = AddedTables({i: name for i, name in weights.items() if i in held})
         for number, optimizer in enumerate(self.all_optimizers):
             stepped = partial(self.after_optimizer_step, number)
-            self.undo.append(optimizer.register_step_post_hook(stepped).remove)
+            self.undo.callback(optimizer.register_step_post_hook(stepped).remove)
 
-        groups = {name: group for name in self.fused_tables if (group := self.updates[name].param_group) is not None}
+        fused = self.fused_tables
+        groups = {name: group for name in fused if (group := self.updates[name].param_group) is not None}
         # Under automatic optimization Lightning's order of backward and step is known; by hand any order may come.
         if groups and not self.automatic:
-            self._watch_steps(ManualWatch(groups))
+            self._manual_watch = ManualWatch(groups)
+            for lookup in self.lookups:
+                tables = [t.full_name for t in self.shards.tables_of(lookup.path) if t.full_name in fused]
+                if tables:
+                    lookup.update_watch = CollectionWatch(self._manual_watch, tables, self.shards.learns)
 
     def connect_replicas(self, ranks: Ranks) -> None:
         """Keep the replicas of the tables equal, where groups of ranks have one each."""
@@ -148,27 +153,15 @@ class RunTables:
             self.groups = ExchangedGradients(self.shards)
         elif groups.num_replicas > 1:
             self.groups = AveragedRows(self.shards, self.updates, lambda: self.all_optimizers, ranks)
-            self.undo.append(self.groups.release)
+            self.undo.callback(self.groups.release)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside of the context, gradients stay on their rank, and a later backward exchanges their sum."""
         return nullcontext() if self.groups is None else self.groups.no_sync()
 
-    def before_evaluation_step(self) -> None:
-        """Collective where replicas differ. Begin a step that updates nothing."""
-        self.synchronize()
-        self.begin_step()
-
     def synchronize(self) -> None:
         """Collective where replicas differ. Make them equal."""
         self.shards.synchronize()
-
-    def _watch_steps(self, watch: ManualWatch) -> None:
-        self._manual_watch, fused = watch, self.fused_tables
-        for lookup in self.lookups:
-            tables = [t.full_name for t in self.shards.tables_of(lookup.path) if t.full_name in fused]
-            if tables:
-                lookup.update_watch = CollectionWatch(watch, tables, self.shards.learns)
 
     def connect_zero_grad(self, optimizers: list[Any], wrappers: list[Any]) -> None:
         """Let the tables' own optimizers forget gradients when the user's one does, and report it where it matters.
@@ -178,17 +171,12 @@ class RunTables:
         for optimizer in optimizers:
             # It reads the gradient of each weight, which takes the guard of a shard two microseconds.
             optimizer.zero_grad = without_guards(optimizer.zero_grad)  # type: ignore[method-assign]
-            self.undo.append(partial(optimizer.__dict__.pop, "zero_grad", None))
-        watched = [*enumerate(self.all_optimizers), *enumerate(wrappers)] if self._manual_watch is not None else []
-        for number, optimizer in watched:
-            dropped = partial(self._zero_grad, number)
-            self.undo.append(before_zero_grad(optimizer, dropped))
-        if self.table_optimizers:
-            self.undo += [zero_with(optimizer, self.table_optimizers) for optimizer in [*optimizers, *wrappers]]
-
-    def _zero_grad(self, number: int, _: bool) -> None:
-        assert self._manual_watch is not None
-        self._manual_watch.zero_grad(number)
+            self.undo.callback(optimizer.__dict__.pop, "zero_grad", None)
+        if (watch := self._manual_watch) is not None:
+            for number, optimizer in [*enumerate(self.all_optimizers), *enumerate(wrappers)]:
+                self.undo.callback(before_zero_grad(optimizer, partial(watch.zero_grad, number)))
+        for optimizer in [*optimizers, *wrappers] if self.table_optimizers else []:
+            self.undo.callback(zero_with(optimizer, self.table_optimizers))
 
     def check_steps(self) -> None:
         """Raise OptimizerError: a training_step, or the fit, ended with updates inside of backward and no step."""
@@ -206,11 +194,6 @@ class RunTables:
             write_pictures(folder, pictures)
         return pictures or {}
 
-    def release(self) -> None:
-        """Remove what was registered for the run."""
-        while self.undo:
-            self.undo.pop()()
-
     def plan_files(self) -> dict[str, bytes]:
         """Return name -> content of the plan's file in checkpoints."""
         return {PLAN_FILE: plan_text(self.plan).encode()}
@@ -219,10 +202,6 @@ class RunTables:
     def fused_tables(self) -> list[str]:
         """Full names of the tables that are updated inside of backward."""
         return [name for name, update in self.updates.items() if update.in_backward]
-
-    def fused_weights(self) -> dict[int, str]:
-        """Return id of a shard's weight -> full name, of the tables that are updated inside of backward."""
-        return {id(shard.weight): name for name in self.fused_tables for shard in self.shards.shards[name]}
 
     @without_guards
     def before_training_step(self) -> None:

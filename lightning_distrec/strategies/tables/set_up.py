@@ -231,12 +231,11 @@ def _look_up(
             table.name: TableUse(
                 shards.plan[table.full_name].sharding_type,
                 shards.shards[table.full_name][0].weight,
-                update.adds_up,
-                update.in_backward,
+                updates[table.full_name].adds_up,
+                updates[table.full_name].in_backward,
                 plan.tables[table.full_name].deduplicated,
             )
             for table in tables
-            for update in [updates[table.full_name]]
         }
         compare: Callable[[int, int, int], None] | None = weight.add_lookup if weight.counts_examples else None
         if compare is not None and isinstance(tables[0].plain, nn.Embedding):

@@ -12,19 +12,10 @@ from torch import nn
 from lightning_distrec.sharding.planning.table_options import TableOptions
 from lightning_distrec.sharding.tables import Table
 
-HARMLESS = frozenset({
-    "data",
-    "shape",
-    "size",
-    "dtype",
-    "device",
-    "requires_grad",
-    "requires_grad_",
-    "numel",
-    "dim",
-    "ndim",
-    "grad",
-})
+HARMLESS = frozenset([
+    *("data", "grad", "requires_grad", "requires_grad_"),
+    *("shape", "size", "numel", "dim", "ndim", "dtype", "device"),
+])
 SUMS = frozenset(["pow", "square", "abs", "norm", "sum", "mean"])
 """What is exact on a shard, or over all ranks, without the full weight: see sharding/shard_weight.py."""
 ANY = "*"
