@@ -22,6 +22,6 @@ def _refuse(name: str, _protocol: Any) -> NoReturn:
     raise ShardingError(f"'{name}' was pickled (by torch.save, say), and this rank has only a shard of it. {WAYS_OUT}")
 
 
-def refuse_module(action: str, path: str) -> NoReturn:
-    """Raise ShardingError. what: what was tried with a module that holds shards at `path`."""
+def refuse_module(action: str, path: str, *_: Any) -> NoReturn:
+    """Raise ShardingError. action: what was tried with a module that holds shards at `path`."""
     raise ShardingError(f"a sharded module cannot be {action}: this rank has only shards of '{path}'. {WAYS_OUT}")

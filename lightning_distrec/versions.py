@@ -252,9 +252,9 @@ def _has_nvidia_driver() -> bool:
 
 
 def torch_to_install(installed: Installed, requested: str) -> str:
-    """Return the torch to install, as "torch==2.13.0": the wanted, else the installed, else the default one.
+    """Return the torch to install, as "torch==2.13.0": the requested, else the installed, else the default one.
 
-    wanted: "torch==X.Y.Z", or empty. Raises ValueError: it is no single version, or none of the table's.
+    requested: "torch==X.Y.Z", or empty. Raises ValueError: it is no single version, or none of the table's.
     """
     if not requested:
         return f"torch=={installed.torch or DEFAULT_TORCH}"
@@ -269,8 +269,8 @@ def torch_to_install(installed: Installed, requested: str) -> str:
 def matching(installed: Installed, requested_fbgemm: str) -> list[str]:
     """Return the fbgemm and torchrec that match the installed torch, as pip's requirements.
 
-    wanted_fbgemm: one of FBGEMM_PACKAGES, or empty for the one that `fbgemm_for` chooses.
-    Raises ValueError: torch is not one of the table's, or the wanted fbgemm does not work with it.
+    requested_fbgemm: one of FBGEMM_PACKAGES, or empty for the one that `fbgemm_for` chooses.
+    Raises ValueError: torch is not one of the table's, or the requested fbgemm does not work with it.
     """
     triple = triple_for(installed.torch or "")
     if triple is None or installed.torch_build == "rocm":

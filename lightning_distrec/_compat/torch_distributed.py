@@ -28,7 +28,7 @@ def sharded_and_unsharded_parameters(module: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def drop_unreduced_gradient(fsdp_param: Any) -> None:
-    """Drop the gradient that an FSDPParam (see unsharded_parameters) has accumulated without reduction."""
+    """Drop the gradient that an FSDPParam (see sharded_and_unsharded_parameters) has accumulated without reduction."""
     fsdp_param.unsharded_accumulated_grad = None
     fsdp_param._unsharded_param.grad = None
 
@@ -39,7 +39,7 @@ def unsharded_version(fsdp_param: Any) -> int:
 
 
 def unsharded_parameter(fsdp_param: Any) -> Any:
-    """Return the unsharded parameter of an FSDPParam (see unsharded_parameters)."""
+    """Return the unsharded parameter of an FSDPParam (see sharded_and_unsharded_parameters)."""
     return fsdp_param._unsharded_param
 
 

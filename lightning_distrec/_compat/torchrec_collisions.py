@@ -128,7 +128,7 @@ def update_mch(module: Any, ids: Tensor, history: dict[str, Tensor], step: int) 
     """Let an MCHManagedCollisionModule choose which ids have rows, as it does once in an eviction interval.
 
     ids: those that were looked up since the last time. history: what the policy has recorded of each, by name.
-    now: the number of this lookup.
+    step: the number of this lookup.
     """
     module._current_iter, module._history_accumulator, module._history_metadata = step, ids, history
     module._current_history_buffer_offset = len(ids)

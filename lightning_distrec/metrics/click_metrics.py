@@ -50,8 +50,8 @@ def pairs_by_group(groups: Tensor, scores: Tensor, labels: Tensor) -> tuple[Tens
     order = order[torch.argsort(groups[order], stable=True)]
     groups, scores, positive = groups[order], scores[order], labels[order].double()
     negative = 1 - positive
-    group = _places(_changes(groups))
-    run = _places(_changes(groups) | _changes(scores))  # equal scores of one group
+    group = _changes(groups).cumsum(0) - 1
+    run = (_changes(groups) | _changes(scores)).cumsum(0) - 1  # equal scores of one group
 
     def sums(values: Tensor, places: Tensor) -> Tensor:
         return torch.zeros_like(values).index_add_(0, places, values)
@@ -85,10 +85,6 @@ def bins_of(preds: Tensor, bins: int, from_logits: bool) -> Tensor:
 def _changes(values: Tensor) -> Tensor:
     """Return where a value differs from the one before; True at the first."""
     return functional.pad(values[1:] != values[:-1], (1, 0), value=True)[: len(values)]
-
-
-def _places(begins: Tensor) -> Tensor:
-    return begins.cumsum(0) - 1
 
 
 class Calibration(Metric):

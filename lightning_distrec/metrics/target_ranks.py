@@ -59,7 +59,7 @@ def mask_excluded(scores: Tensor, targets: Tensor, excluded: Tensor | None) -> T
     if excluded is None or not excluded.numel() or not scores.numel():
         return scores
     # A column more takes what is no column: its value is not looked at again.
-    padded = torch.nn.functional.pad(scores, (0, 1))
+    padded = functional.pad(scores, (0, 1))
     spare = scores.shape[1]
     target_columns = torch.where(targets >= 0, targets, spare)
     target_scores = padded.gather(1, target_columns)
@@ -72,8 +72,8 @@ def count_before(
 ) -> Tensor:
     """Return how many of these candidates stand before each target, (queries, targets).
 
-    wanted: the targets' scores. columns: their columns of scores, negative where they are not among these candidates.
-    ids: the targets' ids. places: (candidates,), the ids of these candidates.
+    target_scores, ids: of the targets. columns: theirs in scores, negative where they are not among these candidates.
+    places: (candidates,), the ids of these candidates.
     """
     counts = []
     for score, column, id_ in zip(target_scores.unbind(1), columns.unbind(1), ids.unbind(1), strict=True):
@@ -111,8 +111,9 @@ class CandidateBlock:
         counts = torch.zeros_like(targets, dtype=queries.dtype)
         scores = torch.zeros_like(counts)
         for first, values in self._blocks(queries):
-            is_inside, inside = _inside(columns, first, values.shape[1])
-            scores = torch.where(is_inside, values.gather(1, inside), scores)
+            block_columns = _relative(columns, first, values.shape[1])
+            is_inside = block_columns >= 0
+            scores = torch.where(is_inside, values.gather(1, block_columns.clamp_min(0)), scores)
             counts += is_inside
         return scores, counts
 
@@ -147,13 +148,8 @@ class CandidateBlock:
         return torch.where(self._sorted[places] == ids, self._order[places], -1)
 
 
-def _inside(columns: Tensor, first: int, length: int) -> tuple[Tensor, Tensor]:
-    """Return which columns are in a block, and their places in it; 0 for others."""
-    block_columns = _relative(columns, first, length)
-    return block_columns >= 0, block_columns.clamp_min(0)
-
-
 def _relative(columns: Tensor, first: int, length: int) -> Tensor:
+    """Return the places of columns in a block; -1 for those outside of it."""
     return torch.where((columns >= first) & (columns < first + length), columns - first, -1)
 
 
@@ -250,25 +246,10 @@ class Rounds:
             dist.all_reduce(values, group=self.group)
         return values
 
-    def all_reduce_max(self, values: Tensor) -> Tensor:
-        """Collective. Return the maxima over all ranks, in place, also where each works by itself."""
-        if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
-        return values
-
-    def of_this_rank(self, rows: Tensor) -> Tensor:
-        """Return this rank's part of what `all_gather` has joined."""
-        return rows[self.rank * self.queries : (self.rank + 1) * self.queries]
-
 
 def filled(rows: Tensor, length: int, value: int) -> Tensor:
     """Return rows with further ones of `value` below, `length` in all."""
     return functional.pad(rows, (0, 0, 0, length - len(rows)), value=value).contiguous()
-
-
-def widened(ids: Tensor, width: int) -> Tensor:
-    """Return ids with further columns of -1."""
-    return functional.pad(ids, (0, width - ids.shape[1]), value=-1)
 
 
 def _all_gather(tensor: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
@@ -354,7 +335,8 @@ def target_ranks(
     rounds = Rounds.gathered(queries, targets, candidates, num_candidates, ids, excluded, max_bytes, group)
     local_targets = targets.reshape(len(targets), rounds.targets)
     local_excluded = local_targets[:, :0] if excluded is None else excluded
-    local_ids = torch.cat([local_targets, widened(local_excluded, rounds.excluded)], dim=1)
+    local_excluded = functional.pad(local_excluded, (0, rounds.excluded - local_excluded.shape[1]), value=-1)
+    local_ids = torch.cat([local_targets, local_excluded], dim=1)
     block = CandidateBlock(candidates.to(rounds.dtype), ids, rounds.first_id, rounds.rows_per_block)
     ranks = [local_targets[:0]]
     missing = local_targets.new_full((2,), -1)
@@ -366,13 +348,16 @@ def target_ranks(
         num_better = block.count_before(vectors, all_targets, scores, all_excluded, ties)
         present = all_targets >= 0
         in_order = torch.where(present, rounds.all_reduce(num_better) + 1, 0)
-        ranks.append(rounds.of_this_rank(in_order)[: len(queries[round_queries])])
+        first = rounds.rank * rounds.queries
+        ranks.append(in_order[first : first + len(queries[round_queries])])
         absent = torch.stack([
             torch.where(present & wrong, all_targets, -1).amax() for wrong in (num_holders < 1, num_holders > 1)
         ])
         missing = torch.maximum(missing, absent)
     # Also where all ranks hold all candidates, and each has met its own targets alone.
-    absent, twice = rounds.all_reduce_max(missing).tolist()
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(missing, dist.ReduceOp.MAX, group=group)
+    absent, twice = missing.tolist()
     if max(absent, twice) >= 0:
         problem = f"target {absent} is no candidate" if absent >= 0 else f"target {twice} is a candidate twice"
         raise DataError(

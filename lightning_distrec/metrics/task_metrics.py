@@ -39,7 +39,7 @@ class TaskMetrics(nn.Module):
     ) -> None:
         """Add examples. preds, labels: of each task by its name, or (examples, tasks) in the order of tasks.
 
-        others: further arguments of the metrics that take them, such as users and weights, (examples,) for all tasks,
+        columns: further arguments of the metrics that take them, such as users and weights, (examples,) for all tasks,
             or by task.
         Raises ConfigError: tasks are missing, or there are too many.
         """

@@ -165,7 +165,7 @@ def _write(
     except (RuntimeError, AssertionError):  # torch.export's guards on a size that predict_step has made a number
         request, fixed = inputs, True
     _write_json(folder / REQUEST, {name: request[name].tolist() for name in inputs})
-    differences, differs = _differences(answers, outputs), _others(answers, outputs)
+    differences, differs = _differences(answers, outputs)
     largest = float(differences.max()) if differences.numel() else 0.0
     _write_json(folder / ABOUT, {**about, "largest_difference": largest})
     return Served(
@@ -176,7 +176,8 @@ def _write(
         largest_difference=largest,
         mean_difference=float(differences.mean()) if differences.numel() else 0.0,
         largest_answer=max(
-            (float(output.abs().max()) for output in outputs if _is_fraction(output) and output.numel()), default=0.0
+            (float(output.abs().max()) for output in outputs if output.is_floating_point() and output.numel()),
+            default=0.0,
         ),
         integers=differs.numel(),
         other_integers=int(differs.sum()),
@@ -185,20 +186,13 @@ def _write(
     )
 
 
-def _differences(answers: list[Tensor], expected: list[Tensor]) -> Tensor:
-    pairs = [(a, b) for a, b in zip(answers, expected, strict=True) if _is_fraction(b)]
+def _differences(answers: list[Tensor], expected: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the absolute differences of fractions, and where integers differ, one number for each of them."""
+    pairs = list(zip(answers, expected, strict=True))
     # Infinities, of scores that are masked, are equal where their difference is no number.
-    differences = [torch.where(a == b, 0, (a - b).abs()).double().flatten() for a, b in pairs]
-    return torch.cat([torch.zeros(0, dtype=torch.float64), *differences])
-
-
-def _others(answers: list[Tensor], expected: list[Tensor]) -> Tensor:
-    pairs = [(a, b) for a, b in zip(answers, expected, strict=True) if not _is_fraction(b)]
-    return torch.cat([torch.zeros(0, dtype=torch.bool), *((a != b).flatten() for a, b in pairs)])
-
-
-def _is_fraction(tensor: Tensor) -> bool:
-    return tensor.is_floating_point()
+    differences = [torch.where(a == b, 0, (a - b).abs()).double().flatten() for a, b in pairs if b.is_floating_point()]
+    differs = [(a != b).flatten() for a, b in pairs if not b.is_floating_point()]
+    return torch.cat([torch.zeros(0).double(), *differences]), torch.cat([torch.zeros(0).bool(), *differs])
 
 
 def _write_json(path: Path, content: Any) -> None:

@@ -71,9 +71,9 @@ def _mapped_jagged(value: Any, path: str, inner: Callable[[str, Any], Any]) -> A
     parts = {"values": inner("values", value.values()), "lengths": inner("lengths", value.lengths())}
     if value.weights_or_none() is not None:
         parts["weights"] = inner("weights", value.weights())
-    return (
-        KeyedJaggedTensor(keys=value.keys(), **parts) if isinstance(value, KeyedJaggedTensor) else JaggedTensor(**parts)
-    )
+    if isinstance(value, KeyedJaggedTensor):
+        return KeyedJaggedTensor(keys=value.keys(), **parts)
+    return JaggedTensor(**parts)
 
 
 class _Predictor(nn.Module):
@@ -161,10 +161,8 @@ def _by_torch() -> dict[Any, Callable[..., Tensor]]:
     """Return operators of FBGEMM that torch has as well; those of jagged offsets are in most programs."""
     import fbgemm_gpu  # noqa: F401  it registers the operators
 
-    def complete_cumsum(lengths: Tensor) -> Tensor:
-        return torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=lengths.dtype)])
-
-    return {torch.ops.fbgemm.asynchronous_complete_cumsum.default: complete_cumsum}
+    cumsum = torch.ops.fbgemm.asynchronous_complete_cumsum.default
+    return {cumsum: lambda lengths: torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=lengths.dtype)])}
 
 
 def needed_packages(exported: ExportedProgram) -> list[str]:

@@ -43,7 +43,10 @@ def quantize_lookups(module: nn.Module, bits: int) -> dict[str, int]:
             if isinstance(inner, nn.EmbeddingBag)
             else QuantizedEmbedding(inner, table_bits)
         )
-        _find_rows_too(new, inner)
+        if hasattr(inner, "ids_made_for"):
+            from lightning_distrec.sharding.mapping.state import attach_mapping, mapping_state_of
+
+            attach_mapping(new, mapping_state_of(inner))
         module.get_submodule(parent).add_module(name, new)
     return bits_by_path
 
@@ -65,14 +68,6 @@ def find_rows(module: nn.Module, state: Mapping[str, Any]) -> None:
     for lookup, lookup_state in lookups_with_mappings(module, state):
         if not finds_rows(lookup):
             attach_mapping(lookup, {name: materialized(value) for name, value in lookup_state.items()})
-
-
-def _find_rows_too(new: nn.Module, original: nn.Module) -> None:
-    """Let what reads quantized rows take the ids that `original` takes."""
-    if hasattr(original, "ids_made_for"):
-        from lightning_distrec.sharding.mapping.state import attach_mapping, mapping_state_of
-
-        attach_mapping(new, mapping_state_of(original))
 
 
 class _Quantized(nn.Module):

@@ -3,7 +3,7 @@
 With a memory target, only as many layers recompute as it takes."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -40,13 +40,6 @@ def is_checkpointed(block: nn.Module) -> bool:
     """Return whether a block recomputes its activations."""
     forward = vars(block).get("forward")
     return isinstance(forward, partial) and forward.func is checkpoint
-
-
-@contextmanager
-def buffers_as_before(block: nn.Module) -> Iterator[None]:
-    """Inside of the context a block's forward writes to copies of its buffers, which are dropped."""
-    with _restore_buffers(_buffers_of(block)):
-        yield
 
 
 def _buffers_of(block: nn.Module) -> dict[BufferKey, Tensor]:
@@ -206,10 +199,8 @@ class CheckpointedLayers:
 @contextmanager
 def _undone(layer: nn.Module, inputs: list[Tensor]) -> Iterator[None]:
     """Leave buffers and random numbers as they were before the context."""
-    devices = {tensor.device.index for tensor in inputs if tensor.device.type == "cuda"}
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[index for index in devices if index is not None]))
-        stack.enter_context(buffers_as_before(layer))
+    devices = {tensor.device.index for tensor in inputs if tensor.device.type == "cuda"} - {None}
+    with torch.random.fork_rng(devices=devices), _restore_buffers(_buffers_of(layer)):
         yield
 
 

@@ -29,7 +29,6 @@ from lightning_distrec.strategies.fully_sharded.shards import drop_unfinished_st
 from lightning_distrec.unpicklable import refuse_module, refuse_pickling
 
 GUARDS = ("__reduce_ex__", "__prepare_scriptable__")
-"""Attributes of instances: pickle and torch.jit.script look them up on the object."""
 ShardCopy = Callable[[nn.Module, set[nn.Parameter]], None]
 """Shards a copy on the meta device as the original was. The set: its parameters that stay replicated."""
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -46,13 +45,10 @@ def guard(root: nn.Module) -> None:
             module.register_state_dict_post_hook(_guard_state)
         if isinstance(module, FSDPModule):
             name = path or class_before_fully_shard(root).__name__
-            vars(module)["__reduce_ex__"] = partial(_refuse_pickle, name)
+            # Written into `__dict__`: pickle and torch.jit.script look them up on the object, and the class stays.
+            vars(module)["__reduce_ex__"] = partial(refuse_module, "pickled", name)
             vars(module)["__prepare_scriptable__"] = partial(refuse_module, "scripted", name)
     root.register_forward_pre_hook(_refuse_export, prepend=True)  # before fully_shard's
-
-
-def _refuse_pickle(path: str, _protocol: Any) -> None:
-    refuse_module("pickled", path)
 
 
 def _guard_state(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -69,12 +65,9 @@ def _refuse_export(module: nn.Module, _: Any) -> None:
 def allow_deepcopy(module: nn.Module, shard_copy: ShardCopy, device: torch.device) -> None:
     """Give a fully sharded module a `copy.deepcopy` of its own. Copies live on `device`."""
 
-    def deepcopy(memo: dict[int, Any]) -> nn.Module:
-        return _copied(module, memo, shard_copy, device)
-
     # fully_shard's class has a __deepcopy__ that raises. An attribute of the instance takes its place, because
     # copy.deepcopy looks the method up on the object.
-    module.__deepcopy__ = deepcopy  # type: ignore[assignment]
+    module.__deepcopy__ = lambda memo: _copied(module, memo, shard_copy, device)  # type: ignore[assignment]
 
 
 def gather_in_steps(module: nn.Module, steps: list[str]) -> None:
@@ -105,7 +98,7 @@ def _copied(original: Any, memo: dict[int, Any], shard_copy: ShardCopy, device: 
     shards = _replace_by_meta(copied)
     replicated = {p for p in copied.parameters() if not isinstance(p, DTensor) and not p.is_meta}
     shard_copy(copied, replicated)
-    apply_to_tensors(copied, lambda tensor: _allocated(tensor, device))
+    apply_to_tensors(copied, lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     for name, shard in shards.items():
         parameter: Any = copied.get_parameter(name)
         with torch.no_grad():
@@ -140,10 +133,6 @@ def _outside_of_blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn
     for name, child in module.named_children():
         if not isinstance(child, FSDPModule):
             yield from _outside_of_blocks(child, f"{prefix}{name}.")
-
-
-def _allocated(tensor: Tensor, device: torch.device) -> Tensor:
-    return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
 
 
 def unshard_module(module: nn.Module, full: Mapping[str, Tensor]) -> None:

@@ -20,9 +20,7 @@ from lightning_distrec._compat.torch_distributed import (
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import UnsupportedError
 from lightning_distrec.optimizers.step_hooks import uniform_groups
-from lightning_distrec.strategies.activations.checkpointed_layers import (
-    CheckpointedLayers,
-)
+from lightning_distrec.strategies.activations.checkpointed_layers import CheckpointedLayers
 from lightning_distrec.strategies.data_parallel.replicated_layers import BroadcastSkipper, BufferBroadcaster
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fully_sharded.shard_blocks import modules_in_step
@@ -65,7 +63,8 @@ class FullyShardedModule:
         # As DistributedDataParallel's require_forward_param_sync: whether this step syncs gradients decides whether
         # the next one broadcasts buffers.
         self._broadcasts_buffers = torch.is_grad_enabled() and self._syncs_gradients
-        versions = self._unsharded_versions()
+        pairs = [pair for module in self._fsdp_modules for pair in sharded_and_unsharded_parameters(module)]
+        versions = {id(unsharded): unsharded_version(unsharded) for _, unsharded in pairs}
         modules_in_step.add(self._module)
         try:
             with explained_errors(self._module), self.activations.step():
@@ -75,13 +74,6 @@ class FullyShardedModule:
         self._refuse_writes(versions)
         if not torch.is_grad_enabled():
             self.reshard()
-
-    def _unsharded_versions(self) -> dict[int, int]:
-        return {
-            id(unsharded): unsharded_version(unsharded)
-            for module in self._fsdp_modules
-            for _, unsharded in sharded_and_unsharded_parameters(module)
-        }
 
     def _refuse_writes(self, versions: dict[int, int]) -> None:
         for module in self._fsdp_modules:

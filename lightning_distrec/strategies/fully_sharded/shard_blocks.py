@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -58,7 +57,14 @@ def shard_module(
     """
     settings = options, choose_dtypes(options, precision)
     if isinstance(module, FSDPModule):
-        _refuse_other_options(_sharded_as.get(module, settings), settings)
+        earlier = _sharded_as.get(module, settings)
+        if earlier != settings:
+            raise ConfigError(
+                f"an earlier run has sharded this module as {earlier[0]}, computing in "
+                f"{earlier[1].param or 'its own type'}; now it is {options}, in {settings[1].param or 'its own type'}, "
+                "and a sharded module stays so. Give the strategy the same options and precision, or build a new "
+                "module and load a checkpoint into it."
+            )
     else:
         blocks = consensus.all_or_none("setup", lambda: _choose_blocks(module, options))
         replicated = choose_replicated(module, blocks, module.automatic_optimization)
@@ -78,15 +84,6 @@ def _choose_blocks(module: nn.Module, options: FSDPOptions) -> list[nn.Module]:
     paths = {path: submodule for path, submodule in module.named_modules() if id(submodule) in block_ids}
     checkpointed_layers(module, options.activation_checkpointing, paths)  # raises where it cannot be
     return blocks
-
-
-def _refuse_other_options(earlier: tuple[FSDPOptions, Dtypes], current: tuple[FSDPOptions, Dtypes]) -> None:
-    if earlier != current:
-        raise ConfigError(
-            f"an earlier run has sharded this module as {earlier[0]}, computing in {earlier[1].param or 'its own type'}"
-            f"; now it is {current[0]}, in {current[1].param or 'its own type'}, and a sharded module stays so. Give "
-            "the strategy the same options and precision, or build a new module and load a checkpoint into it."
-        )
 
 
 @dataclass(frozen=True)
@@ -120,17 +117,13 @@ class Sharding:
         policy: MixedPrecisionPolicy,
     ) -> None:
         materialize(module, self.device)
-        apply_to_tensors(module, partial(_to_device, self.device))
+        apply_to_tensors(module, lambda tensor: tensor if isinstance(tensor, DTensor) else tensor.to(self.device))
         broadcast_module_states(module, [name for name, p in module.named_parameters() if isinstance(p, DTensor)])
         module.register_forward_hook(_copy_views)  # hooks run in the order of registration: before fully_shard's
         self._fully_shard(module, replicated, reshard_after_forward, policy)
         module.register_forward_hook(_reshard_without_backward)
         module.register_load_state_dict_pre_hook(_load_shards)
-        allow_deepcopy(
-            module,
-            lambda copied, replicated: self._fully_shard(copied, replicated, True, policy),
-            self.device,
-        )
+        allow_deepcopy(module, lambda copy, full: self._fully_shard(copy, full, True, policy), self.device)
 
     def _fully_shard(
         self,
@@ -151,28 +144,20 @@ class Sharding:
         )
 
 
-def _to_device(device: torch.device, tensor: Tensor) -> Tensor:
-    return tensor if isinstance(tensor, DTensor) else tensor.to(device)
-
-
 def _copy_views(_: nn.Module, __: Any, outputs: Any) -> Any:
-    """Return a block's outputs, views replaced by copies.
-
-    fully_shard attaches the all-gather for backward to a block's outputs as an autograd hook, and an in-place operation
-    on a view silently drops such a hook. Can go when torch's _register_pre_backward_hook no longer warns about it.
-    """
+    """Return a block's outputs, views replaced by copies."""
     if not torch.is_grad_enabled():
         return outputs
+    # fully_shard attaches the all-gather for backward to a block's outputs as an autograd hook, and an in-place
+    # operation on a view drops such a hook. Can go when _register_pre_backward_hook no longer warns about it.
     return apply_to_collection(
         outputs, Tensor, lambda t: t.clone() if t.requires_grad and is_view(t) else t, allow_frozen=True
     )
 
 
 def _reshard_without_backward(module: Any, _: Any, __: Any) -> None:
-    """Free what no backward will free: weights may change before the next forward.
-
-    A module in a step keeps its own parameters until the step ends, since the step may use them after its forward.
-    """
+    """Free what no backward will free: weights may change before the next forward."""
+    # A module in a step keeps its own parameters until the step ends, since the step may use them after its forward.
     if not torch.is_grad_enabled() and module not in modules_in_step:
         module.reshard()
 
@@ -185,11 +170,11 @@ def _load_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
         state[key] = materialized_as(state[key], parameters.get(key[len(prefix) :]))
 
 
-def _is_meta(name: str, tensor: Tensor) -> bool:
-    return tensor.is_meta
-
-
-def materialize(module: nn.Module, device: torch.device, is_missing: Callable[[str, Tensor], bool] = _is_meta) -> None:
+def materialize(
+    module: nn.Module,
+    device: torch.device,
+    is_missing: Callable[[str, Tensor], bool] = lambda _, tensor: tensor.is_meta,
+) -> None:
     """Give what is on the meta device memory, and the initial weights that its own `reset_parameters` draws.
 
     is_missing: whether a tensor of a name has to get memory. Raises ConfigError: a module has no `reset_parameters`.

@@ -1,6 +1,7 @@
 """The shards of a module's parameters after fully_shard: freed, drawn into, and updated by optimizers."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,11 +131,7 @@ def zero_unreduced_too(optimizer: Optimizer, module: nn.Module) -> Callable[[], 
                     drop_unreduced_gradient(unsharded)
 
     optimizer.zero_grad = zero_all  # type: ignore[method-assign]  # on the instance: the class's stays as it is
-
-    def undo() -> None:
-        del optimizer.zero_grad
-
-    return undo
+    return partial(delattr, optimizer, "zero_grad")
 
 
 def draw_full(operator: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:

@@ -229,7 +229,7 @@ def test_operators_of_fbgemm_are_named_as_needed(tmp_path: Path) -> None:
 
 
 class Pair(NamedTuple):
-    remaining: Any
+    left: Any
     right: Any
 
 
