@@ -21,8 +21,8 @@ from lightning_distrec.optimizers.zero_partition import KNOWN, updates_by_parame
 from lightning_distrec.strategies.data_parallel.gradient_exchange import sparse_weights
 from lightning_distrec.strategies.stages.stage_options import StageOptions
 
-NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-NORMS += (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 HINT = "Name an nn.Sequential or nn.ModuleList that forward goes through in order: chain='model.blocks'."
 
@@ -78,10 +78,12 @@ def split_chain(
         costs = [sum(p.numel() for p in block.parameters()) for block in chain.blocks]
         parameters = dict(module.named_parameters())
         for name, is_last in is_last_by_name.items():
+            # Layers around the chain count with the first or the last block, whose stage computes them too.
             costs[-1 if is_last else 0] += parameters[name].numel()
         begins = balance_stages(costs, num_stages)
     else:
         begins = _named_begins(options.split, chain, num_stages)
+    # Buffers outside of the chain are on every rank, as all ranks run the user's step up to the chain.
     stage_by_name = {name: (num_stages - 1) * is_last for name, is_last in is_last_by_name.items()}
     for stage, (begin, end) in enumerate(pairwise((*begins, len(chain.blocks)))):
         for path, block in zip(chain.paths[begin:end], chain.blocks[begin:end], strict=True):
@@ -121,6 +123,8 @@ def balance_stages(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
             f"pipeline_parallel: the chain has {len(costs)} blocks, which cannot be split into {num_stages} stages. "
             "Use fewer ranks per pipeline, stages=..., or another chain=..."
         )
+    # The larger the limit, the fewer stages it takes: bisection finds the smallest limit for which there are enough
+    # stages. No limit below the costliest block can be met.
     limits = range(max(costs), sum(costs) + 1)
     index = bisect_left(limits, True, key=lambda limit: len(_greedy_begins(costs, limit)) <= num_stages)
     begins = _greedy_begins(costs, limits[index])
@@ -190,9 +194,11 @@ def _refuse_layers(module: nn.Module) -> None:
                 "before fit, in configure_model for example, or give the layer its size."
             )
     for path, submodule in module.named_modules():
-        if isinstance(submodule, NORMS) and submodule.track_running_stats:
+        # InstanceNorm without running statistics looks at each example alone; BatchNorm never does.
+        keeps_statistics = isinstance(submodule, INSTANCE_NORMS) and submodule.track_running_stats
+        if keeps_statistics or isinstance(submodule, BATCH_NORMS):
             raise UnsupportedError(
-                f"'{path}' ({type(submodule).__name__}) keeps the statistics of batches, and a stage sees "
+                f"'{path}' ({type(submodule).__name__}) uses the statistics of batches, and a stage sees "
                 "micro-batches: the numbers would not be those of one process. Use GroupNorm or LayerNorm, or "
                 "strategy='ddp_tuned'."
             )
@@ -200,6 +206,7 @@ def _refuse_layers(module: nn.Module) -> None:
 
 def _refuse_shared(module: nn.Module, chain: Chain) -> None:
     """Raise UnsupportedError: a parameter is in several blocks, or modules outside of them."""
+    # With remove_duplicate=True torch would name a tied parameter once, and the tie would go unnoticed.
     names_by_id: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names_by_id.setdefault(id(parameter), []).append(name)
@@ -247,6 +254,7 @@ def refuse_run(trainer: Trainer, module: LightningModule) -> None:
 
 def refuse_optimizers(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
     """Raise OptimizerError: an optimizer needs more than each parameter's own gradient, or holds others' parameters."""
+    # Set-up has replaced the parameters of other stages: an optimizer with the earlier ones would update no module.
     current = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
         kind = type(optimizer).__name__

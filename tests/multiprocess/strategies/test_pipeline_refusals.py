@@ -132,7 +132,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "sum": ((_refusal, Summed, MICRO, {}), "UnsupportedError: training_step's loss of the first batch is "),
     "batch norm": (
         (_refusal, WithBatchNorm, {}, {}),
-        "UnsupportedError: 'net.1' (BatchNorm1d) keeps the statistics",
+        "UnsupportedError: 'net.1' (BatchNorm1d) uses the statistics",
     ),
     "by hand": (
         (_refusal, TwoByHand, {}, {}),

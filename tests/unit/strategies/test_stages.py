@@ -67,6 +67,12 @@ class Twice(Sequence):
         self.model = nn.Sequential(block := nn.Linear(12, 12), block)
 
 
+class PlainBatchNorm(Sequence):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(12, track_running_stats=False))
+
+
 class Lazy(Sequence):
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +85,8 @@ class Lazy(Sequence):
         (Tied, {}, 2, UnsupportedError, "'lift.weight' and 'head.weight' are one parameter"),
         (Twice, {}, 2, UnsupportedError, "chain='model': a block is in it twice"),
         (Lazy, {}, 2, ConfigError, r"'model\.0\.weight' has no shape before the first forward"),
-        (WithBatchNorm, {}, 2, UnsupportedError, r"'net\.1' \(BatchNorm1d\) keeps the statistics of batches"),
+        (WithBatchNorm, {}, 2, UnsupportedError, r"'net\.1' \(BatchNorm1d\) uses the statistics of batches"),
+        (PlainBatchNorm, {}, 2, UnsupportedError, r"'model\.1' \(BatchNorm1d\) uses the statistics of batches"),
         (Sequence, {}, 8, ConfigError, "the chain has 7 blocks, which cannot be split into 8 stages"),
         (Sequence, {"chain": "modle"}, 2, ConfigError, "no chain of blocks there; did you mean 'model'"),
         (Sequence, {"split": ["model.9"]}, 2, ConfigError, "'model.9' is no block after the first of 'model'"),
