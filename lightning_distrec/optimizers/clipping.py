@@ -26,9 +26,11 @@ def clip_by_norm(
     The numbers are those of torch.nn.utils.clip_grad_norm_ on the unsharded parameters.
     """
     parameters = list(parameters)
+    # An all-reduce for each placement, in this order on every rank: a missing one would leave the others waiting.
     gradients: dict[Any, list[Tensor]] = {placement: [] for placement in _placements(parameters, sharded)}
     for parameter in _learning(parameters):
         gradients[_placement(parameter, sharded)].append(_values(parameter))
+    # NCCL reduces tensors on a GPU only, and a rank may have no gradient that shows a device.
     is_nccl = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
     squares = {placement: _sum_of_squares(values, device) for placement, values in gradients.items()}
@@ -39,6 +41,7 @@ def clip_by_norm(
             square /= num_replicas
     # On the device to the end: reading the norm on the host would wait for the GPU in every step.
     norm = torch.stack(list(squares.values())).sum().sqrt().float()
+    # As torch.nn.utils.clip_grad_norm_ does it: the same 1e-6, and a factor of 1 in place of a branch.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for values in _group_gradients(chain.from_iterable(gradients.values())):
         scale_all(values, factor.to(values[0].device, values[0].dtype))
@@ -94,6 +97,7 @@ def _learning(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     for parameter in parameters:
         if parameter.grad is not None:
             learning.append(parameter)
+            # Squares of a row's gradients are not the square of their sum.
             if parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()
     return learning
@@ -103,6 +107,7 @@ def _values(parameter: nn.Parameter) -> Tensor:
     """Return the values of this rank's gradient, as a view."""
     gradient = parameter.grad
     assert gradient is not None
+    # Detached: the factor is written in place, which autograd refuses for a gradient that has a graph (create_graph).
     if isinstance(gradient, DTensor):
         return gradient.to_local().detach()
     return gradient.values() if gradient.is_sparse else gradient.detach()

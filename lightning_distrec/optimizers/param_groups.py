@@ -43,6 +43,7 @@ def find_param_groups(
     """
     for optimizer in optimizers:
         _put_back(optimizer, parameters, earlier)
+    # By identity in all of this file: == of tensors compares their elements.
     ids = {id(parameter): name for name, parameter in parameters.items()}
     param_groups: dict[int, TableParamGroup] = {}
     for index, optimizer in enumerate(optimizers):
@@ -72,6 +73,7 @@ def remove_from_groups(
     for optimizer in optimizers:
         _put_back(optimizer, parameters, earlier)
         for group in optimizer.param_groups:
+            # With named parameters torch has a list of names next to them, in the same order.
             positions = [i for i, parameter in enumerate(group["params"]) if id(parameter) not in ids]
             for key in ("params", "param_names"):
                 if key in group:
@@ -98,6 +100,7 @@ def _put_back(
             "call fit with ckpt_path."
         )
     for group in optimizer.param_groups:
+        # Several shards of a table become one weight again, at the place of the first.
         weights_of_group: list[nn.Parameter] = []
         for parameter in group["params"]:
             weight = parameters[names[id(parameter)]] if id(parameter) in names else parameter
@@ -108,6 +111,7 @@ def _put_back(
 
 
 def _has_begun(state: Mapping[str, Any]) -> bool:
+    # Adagrad makes its state when it is constructed, with a counter of 0: nothing is lost with it.
     if "step" in state:
         return float(state["step"]) > 0
     return any(isinstance(value, torch.Tensor) for value in state.values())
@@ -161,6 +165,7 @@ def _fresh_state(
 ) -> dict[Any, Any]:
     """Return the state that the optimizer's constructor makes for `parameters` (Adagrad makes its sums there)."""
 
+    # By the class's own constructor: the initial values are arguments of it (initial_accumulator_value).
     kind = type(optimizer)
     accepted = inspect.signature(kind).parameters
     options = {k: v for k, v in {**optimizer.defaults, **group}.items() if k in accepted and k != "params"}

@@ -21,11 +21,13 @@ def register_update_pre_hook(optimizer: Optimizer, action: Callable[[], None]) -
     """
 
     def before_step(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # torch's hooks get the arguments of `step`, its self included: the closure is the second one.
         closure: Callable[[], Any] | None = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             action()
             return None
 
+        # Backward runs in the closure: only at its end are gradients those of the update.
         def closure_and_action() -> Any:
             result = closure()
             action()
@@ -49,6 +51,7 @@ def step_with(optimizer: Optimizer, table_optimizers: Sequence[Optimizer]) -> Ca
         for table_optimizer in table_optimizers:
             table_optimizer.step()
 
+    # A post-hook and not a step of our own: where the user's step is skipped, this one is too.
     return optimizer.register_step_post_hook(step_tables).remove
 
 
@@ -90,6 +93,7 @@ class AddedTables:
 
     def refuse(self, optimizers: list[Optimizer]) -> None:
         """Raise OptimizerError: one of the user's optimizers has such a table now, so that two would update it."""
+        # Called in every step: a count is cheap, and a table that is added changes it.
         count = sum(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
         if count == self._num_parameters:
             return
@@ -117,6 +121,7 @@ def uniform_groups(optimizer: Optimizer) -> Iterator[None]:
         nonlocal unsplit_groups, parts
         # New dicts around the same parameters: state is by parameter, and is not split.
         parts = [_split_by_kind(group) for group in optimizer.param_groups]
+        # A new list: the one with the groups as they were made goes back to the optimizer in `restore`.
         if any(len(group_parts) > 1 for group_parts in parts):
             unsplit_groups, optimizer.param_groups = optimizer.param_groups, list(chain.from_iterable(parts))
 
@@ -134,6 +139,7 @@ def uniform_groups(optimizer: Optimizer) -> Iterator[None]:
     try:
         yield
     finally:
+        # Also after a step that has failed: the groups are as they were made whatever happens.
         for handle in handles:
             handle.remove()
         restore()
@@ -142,6 +148,7 @@ def uniform_groups(optimizer: Optimizer) -> Iterator[None]:
 def _copy_changes(optimizer: Optimizer, parts: list[list[dict[str, Any]]]) -> None:
     """Copy what a step has changed in split groups to the groups that they were made of."""
     for group, (first, *further) in zip(optimizer.param_groups, parts, strict=True):
+        # A step may write to its groups, an adapted rate for example: all parts must have written the same.
         for key in first.keys() - {"params"}:
             if any(part[key] is not first[key] and part[key] != first[key] for part in further):
                 raise UnsupportedError(

@@ -33,6 +33,7 @@ class TableScheduler:
     def build(self, optimizer: optim.Optimizer, number: int) -> LRSchedulerConfig:
         """Return the scheduler, as Lightning takes it from configure_optimizers. number: of the tables' optimizer."""
         scheduler = self.kind(optimizer, **self.arguments)
+        # By this name LearningRateMonitor logs the rate.
         options = {"name": f"lr-table_optimizer{f'-{number}' if number else ''}"} | self.options
         return LRSchedulerConfig(scheduler, reduce_on_plateau=isinstance(scheduler, ReduceLROnPlateau), **options)
 
@@ -118,6 +119,7 @@ def _find_class(
 def _read_arguments(option: str, fields: dict[str, Any], kind: type, first: str) -> dict[str, Any]:
     """Return the arguments of a class but its first. Raises ConfigError: it has no such argument."""
     arguments = dict(fields.pop("init_args", None) or {}) | fields
+    # Names are checked before the class is called: its own TypeError could not suggest a near one.
     parameters = inspect.signature(kind).parameters
     if arguments.get(first) is None:  # the console writes the defaults of all arguments
         arguments.pop(first, None)
@@ -148,14 +150,16 @@ def build_table_optimizers(
 ) -> list[OwnOptimizer]:
     """Return the optimizers of tables alone; the tables leave the user's optimizers, in place.
 
-    parameters: full name of a table -> its unsharded weight. wanted: full name -> the optimizer of that table.
-    automatic: whether Lightning steps the user's optimizer. earlier: see `find_param_groups`.
+    parameters: full name of a table -> its unsharded weight. automatic: whether Lightning steps the user's optimizer.
+    earlier: see `find_param_groups`.
     Raises OptimizerError: it is not clear when to step them.
     """
     if not optimizer_by_table:
         return []
     _check_steps(optimizer_by_table, optimizers, automatic)
+    # `find_param_groups`, which runs later, refuses a table that is in two optimizers.
     remove_from_groups(optimizers, {name: parameters[name] for name in optimizer_by_table}, earlier)
+    # Compared one by one: arguments are dicts, which have no hash. Equal ones share an optimizer, as in one group.
     groups: list[tuple[TableOptimizer, list[str]]] = []
     for name, table_optimizer in optimizer_by_table.items():
         for other, names in groups:

@@ -74,6 +74,7 @@ def state_numbers(optimizer: optim.Optimizer, group: Mapping[str, Any], paramete
             return numel * _num_state_tensors(kind, group)
         if kind is optim.SparseAdam:
             return numel * 2
+        # One number for each row, and one for each column.
         if kind is optim.Adafactor:
             return numel // shape[-1] + numel // shape[-2] if parameter.dim() > 1 else numel
         if kind is RowWiseAdagrad:
@@ -175,6 +176,7 @@ def exact_form(param_group: TableParamGroup) -> tuple[TableUpdate | None, str]:
     """Return FBGEMM's form of the group's update with the same numbers, or None and the reason why there is none."""
     group, kind = param_group.group, type(param_group.optimizer)
     name = kind.__name__
+    # By exact class, not by isinstance: a subclass may compute other numbers.
     if kind not in _EXACT:
         return None, f"{name} moves rows that no id touched" if kind in ELEMENTWISE else f"{name} is not known"
     fbgemm_kind, fbgemm_name, neutral = _EXACT[kind]
@@ -252,6 +254,7 @@ def _dense_form(name: str, param_group: TableParamGroup, reason: str, on_request
         return TableUpdate("dense", reason, param_group, bytes_per_element=4.0 * num_tensors)
     if kind is optim.SparseAdam:
         raise OptimizerError(f"table '{name}': SparseAdam needs sparse gradients. Set embedding_update='sparse'.")
+    # 12 bytes: the gradient, and two tensors of state as Adam's, in float32.
     if on_request:
         return TableUpdate("dense", f"{reason}; not known to be exact", param_group, bytes_per_element=12.0)
     raise OptimizerError(
@@ -272,6 +275,7 @@ def _lazy_form(name: str, param_group: TableParamGroup, device_type: str) -> Tab
         raise OptimizerError(
             f"table '{name}': embedding_update='fused_lazy', but FBGEMM has no {kind.__name__} on CPU. Use 'dense'."
         )
+    # Adam adds its decay to the gradient (L2). FBGEMM's Adam shrinks the weight, as AdamW does.
     coupled_decay = kind is optim.Adam and group["weight_decay"] and not group.get("decoupled_weight_decay")
     setting = _first_set(group, {"amsgrad": False, "maximize": False}) or ("L2 weight_decay" if coupled_decay else "")
     if setting:
@@ -333,6 +337,7 @@ class LearningRates:
         """Give the kernels the current rates of their param groups."""
         for handle in handles:
             param_group, optimizer = self._links[handle]
+            # Pushed only when it changes: this runs at each lookup, and most rates change seldom.
             rate = float(param_group.group["lr"])
             if rate != self._pushed.get(handle):
                 optimizer.param_groups[0]["lr"] = rate
@@ -341,10 +346,7 @@ class LearningRates:
                 self._pushed[handle] = rate
 
     def check(self) -> None:
-        """Raise OptimizerError where another hyperparameter was changed since the start: it would have no effect.
-
-        Every rank checks every group, whether it holds the tables or not, so that all ranks raise alike.
-        """
+        """Raise OptimizerError where another hyperparameter was changed since the start: it would have no effect."""
         for name, update, param_group, find_form in self._checks.values():
             # Every rank checks all groups, also those whose tables it does not hold, so that all ranks raise or none.
             form, obstacle = find_form(param_group)

@@ -167,6 +167,7 @@ class ManualWatch:
         groups = {table: self._param_groups[table] for table in tables if learns(table)}
         if not groups:
             return None
+        # The rate at the lookup, as FBGEMM takes it in forward for the update in backward.
         rates = {table: float(group.group["lr"]) for table, group in groups.items()}
         return lambda _: self._gradient_arrived(groups, rates)
 
@@ -181,6 +182,7 @@ class ManualWatch:
                 _refuse(table, f"{steps.name}.zero_grad() was not called between its last step and this backward")
             if steps.rates.setdefault(group.label, (group, rates[table]))[1] != rates[table]:
                 _refuse(table, "its learning rate was changed between two lookups")
+        # After all tables are checked: those of one optimizer are reached by one backward.
         for group in groups.values():
             self._steps[group.optimizer_index].backward = backward
 
@@ -189,6 +191,7 @@ class ManualWatch:
         steps = self._steps.get(number)
         if steps is None:
             return
+        # An unsharded step without a new backward would use the last gradients again; a fused table has none left.
         if steps.backward is None and steps.holds_gradients:
             _refuse(self._table_of(number), f"{steps.name} steps again with the same gradients")
         if any(rate != float(group.group["lr"]) for group, rate in steps.rates.values()):

@@ -19,6 +19,7 @@ from lightning_distrec.optimizers.step_hooks import collect_parameters, register
 
 CHUNK_BYTES = 16 * 2**20
 """About how much of each rank's parameters is sent at a time."""
+# By name: older versions of torch lack some of them.
 KNOWN = tuple(
     getattr(torch.optim, name)
     for name in (
@@ -42,6 +43,7 @@ class ZeroPartition:
 
     def assign(self, parameters: Sequence[Tensor]) -> None:
         """Assign ranks to those that have none yet."""
+        # `sorted` keeps the order of equal sizes, so that all ranks assign alike without a message.
         for parameter in sorted(parameters, key=Tensor.numel, reverse=True):
             self.rank_of(parameter)
 
@@ -94,6 +96,7 @@ def partition_steps(optimizer: Optimizer, partition: ZeroPartition, rank: int) -
         for parameter in collect_parameters([optimizer]):
             if parameter.grad is not None and partition.rank_of(parameter) != rank:
                 hidden.append((parameter, parameter.grad))
+                # Optimizers pass over parameters without a gradient, which makes no state for them either.
                 parameter.grad = None
 
     def restore_and_send(*_: Any) -> None:
@@ -127,6 +130,7 @@ def _broadcast(parameters: list[Tensor], partition: ZeroPartition, rank: int) ->
                 values = chunk[0].new_empty(sum(p.numel() for p in chunk))
             in_flight.append((source, chunk, values, dist.broadcast(values, source, async_op=True)))
         for source, chunk, values, work in in_flight:
+            # Over NCCL this makes the stream wait, and not the host.
             work.wait()
             if source != rank:
                 for parameter, value in zip(chunk, values.split([p.numel() for p in chunk]), strict=True):

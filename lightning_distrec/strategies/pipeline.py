@@ -134,8 +134,10 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
         run = self.begin_run(trainer, PipelineRun)
         module, ranks, consensus = run.module, self.ranks, run.session.consensus
         trainer.accelerator.setup(trainer)
+        # Refused before anything is sharded: a failed set-up leaves the module as it was.
         refuse_sharded(module, self.strategy_name)
         refuse_run(trainer, module)
+        # Before the split, which counts bytes and sends weights in the precision's type.
         self.precision_plugin.convert_module(module)
         times = partial(measure_blocks, trainer, module, self._stage_options.chain, self.root_device, consensus)
         layout = split_module(module, self._stage_options, ranks, self.root_device, consensus, times)
@@ -143,15 +145,18 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
         context = self.precision_plugin.forward_context
         chain = StagedChain(layout, ranks, self._stage_options.schedule, self.root_device, context)
         run.steps = PipelinedModule(module, chain, self._stage_options, consensus)
+        # No wrapper around the module: its steps run in stages, and gradients are averaged after backward.
         self.model = module
         if run.is_fitting:
             self.setup_optimizers(trainer)
             consensus.all_or_none("setup", partial(refuse_optimizers, self.optimizers, module))
+            # Every parameter is on one rank of the pipeline only, so that all of them count as shards of one norm.
             parameters = partial(present_parameters, module)
             clipping = clip_over_all_ranks(self.precision_plugin, parameters, {}, num_replicas=ranks.num_replicas)
             run.undo.enter_context(clipping)
             run.session.checkpoints.state_ranks = state_ranks(module, layout, ranks)
         self.setup_precision_plugin()
+        # Samplers' positions are those of a pipeline: its ranks draw the same batches.
         run.session.checkpoints.positions.data_ranks = ranks.replica, ranks.num_replicas
         run.session.checkpoints.begin(tables=None)
 
@@ -187,6 +192,7 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
+        # Lightning enters this for the batches before the last one of an accumulation.
         self.run.steps.syncs_gradients = False
         try:
             yield
@@ -196,6 +202,7 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        # After backward and before Lightning clips: all replicas clip the same gradients.
         self.run.steps.average_gradients()
         return loss
 
@@ -219,6 +226,7 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
     @override
     def full_parameter(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        # Compared on all ranks first: gathering the stages' chunks below is collective.
         check_call(name, rows, parameters, self.session.consensus)
         state: dict[str, Any] = {name: parameters[name].detach()}
         layout = layout_of(self.module)
@@ -233,6 +241,7 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
+        # Process groups are this process's own, and cannot be pickled.
         return super().__getstate__() | {"_ranks": None}
 
     @property

@@ -62,6 +62,7 @@ class GradientExchange:
             gradient_as_bucket_view=True,
             init_sync=send_weights,
         )
+        # A hook replaces DDP's own exchange, so that only one can be registered: compression comes first.
         if compression is not None:
             compression.begin_wrapper()
             ddp.register_comm_hook(None, compression)
@@ -150,6 +151,7 @@ def _average_dense(gradients: Tensor) -> torch.futures.Future[Tensor]:
     rows, values = rows_and_values(gradients)
     marked = torch.zeros(shape[0], shape[1] + 1, dtype=values.dtype, device=values.device)
     marked[:, :-1].index_add_(0, rows, values)
+    # The further column is summed too: above 0 it marks rows that any rank has looked up.
     marked[rows, -1] = 1
 
     def keep_marked_rows(future: Any) -> Tensor:
@@ -167,6 +169,7 @@ def _average_rows(gradients: Tensor) -> torch.futures.Future[Tensor]:
     rows, values = rows_and_values(gradients.coalesce())
     counts = [rows.new_empty(1) for _ in range(num_ranks)]
     dist.all_gather(counts, rows.new_tensor([len(rows)]))
+    # all_gather needs tensors of one shape, and ranks look up different numbers of rows.
     max_count = int(max(counts))
     all_rows, rows_gathered = _gather(rows, max_count)
     all_values, values_gathered = _gather(values, max_count)

@@ -64,6 +64,7 @@ class LossWeight:
     def factor(self) -> float:
         """Collective where batches are unequal, which all ranks know. Return what to multiply the loss by."""
         if self._reduction == "sum":
+            # DDP divides by the number of ranks: times that number, gradients are sums.
             return float(self._ranks.num_ranks)
         if not self._unequal:
             return 1.0

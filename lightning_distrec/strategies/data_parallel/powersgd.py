@@ -76,6 +76,7 @@ class PowerSGD:
         """Note which parameters learn. Buckets with other parameters than before begin without error feedback."""
         names: dict[tuple[torch.dtype, int], list[str]] = {}
         parameters = dict(self._module.named_parameters())
+        # By the module's order and bucket_cap_mb alone: the same buckets in every run, which DDP's are not.
         ends = accumulate(parameter.nbytes for parameter in parameters.values())
         for (name, parameter), end in zip(parameters.items(), ends, strict=True):
             if parameter.requires_grad:

@@ -50,6 +50,7 @@ class CheckpointHooks(DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Collective. Return a checkpoint: a folder, or a plain file. No code is run, but with `pickles`."""
         if self._session is None:
+            # Without a session there is no setting `pickles`, so that no code in the file is run.
             return super().load_checkpoint(checkpoint_path, weights_only=True)
         return self.session.checkpoints.load(checkpoint_path)
 
@@ -114,6 +115,7 @@ class CheckpointHooks(DDPStrategy):
         state = self.lightning_module_state_dict()
         checkpoints, keeps = self.session.checkpoints, self.is_global_zero or not rank_0_only
         full = checkpoints.full_state(state, everywhere=not rank_0_only)
+        # Optimizers and schedulers hold the shards, and with them the memory on the device.
         module, self.model, self.optimizers, self.lr_scheduler_configs = self.module, self.module, [], []
         self.put_weights_back(full if keeps else {})
         checkpoints.start_run(module)
@@ -190,6 +192,7 @@ def full_parameter(module: nn.Module, name: str, rows: Rows, ranks_on_node: int,
     check_call(name, rows, parameters, ranks)
     parameter: Tensor = parameters[name]
     first, last = rows_of(name, rows, parameter.shape[0] if parameter.dim() else 1)
+    # Before the gather: a rank that runs out of memory in it would leave the others waiting.
     check_memory(name, parameter.nbytes, ranks_on_node, ranks)
     full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
     full = full.detach()

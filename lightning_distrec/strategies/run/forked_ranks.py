@@ -129,6 +129,7 @@ def restored_variables() -> Iterator[None]:
         yield
     finally:
         for name, value in earlier.items():
+            # Cleared first: a variable that was not set before must not be left empty.
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value

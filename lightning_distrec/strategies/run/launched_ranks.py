@@ -78,6 +78,7 @@ def _prepare_and_launch(
         if forks_ranks(launcher):
             check_fork(launcher, trainer)
             undo.enter_context(restored_variables())
+        # Before Lightning's launcher starts the other ranks, which inherit this process's environment.
         starts_ranks = isinstance(environment, LightningEnvironment) and strategy.num_nodes == 1
         if starts_ranks and strategy.num_processes > 1 and not environment.creates_processes_externally:
             os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(32))  # passed to the ranks that it starts
@@ -123,6 +124,7 @@ def connect_ranks(strategy: Any, backend: str, timeout: timedelta, watchdog_seco
 
     watches = {"watch": watch} if num_ranks > 1 else {}
     store = meet(point, rank, num_ranks, timeout.total_seconds(), log_on_rank, nodes, **watches)
+    # Before the process group is made: gloo and NCCL read their interface from the environment when they connect.
     if num_nodes > 1:
         os.environ |= choose_interface(store, rank, num_ranks, point.host, backend, os.environ)
     if (device_index := device_id(device, backend)) and num_ranks > 1:

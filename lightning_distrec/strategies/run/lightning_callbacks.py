@@ -49,6 +49,7 @@ class WeightCopies(nn.Module):
 
             self._rewriting, self._write_back = rewriting, write_back
         self._write_back()
+        # Under names of their own: those of the module have dots, which parameters may not have.
         for i, parameter in enumerate(module.parameters()):
             copied: Any = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
             if hasattr(parameter, "place"):  # a guarded shard (sharding/shard_weight.py); its copy is another
@@ -95,6 +96,7 @@ class WeightCopies(nn.Module):
 
     @torch.no_grad()
     def _exchange(self) -> None:
+        # Exchanged and not copied: the module's state_dict then has the averages, and a second exchange undoes it.
         trained = [*self._source[0].parameters(), *self._source[0].buffers()]
         with self._rewriting():
             for copy, other in zip([*self.parameters(), *self.buffers()], trained, strict=True):
@@ -136,6 +138,7 @@ def _full_numel(tables: "ShardedTables") -> Iterator[None]:
     sized = [(table, shard) for table in tables.tables for shard in tables.shards[table.full_name]]
     counted: set[str] = set()
     for table, shard in sized:
+        # Several shards of a table on this rank: the first has the table's size, the others 0.
         size = 0 if table.full_name in counted else table.config.num_embeddings * table.config.embedding_dim
         counted.add(table.full_name)
         shard.weight.numel = partial(int, size)  # type: ignore[method-assign]

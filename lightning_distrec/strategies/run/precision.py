@@ -110,6 +110,7 @@ def skip_overflows_on_all_ranks(
                 f"{type(optimizer).__name__}(fused=True) looks for overflows by itself, on its own rank only. Remove "
                 "fused=True, or use precision='bf16-mixed'."
             )
+    # The scale begins where the user's scaler is, and goes back to it: later runs continue with that.
     plugin.scaler = _JointScaler(  # type: ignore[attr-defined]
         torch.device(plugin.device).type,  # type: ignore[attr-defined]
         init_scale=scaler.get_scale(),
@@ -150,6 +151,7 @@ def clip_over_all_ranks(
 
     def clip_norm(optimizer: Any, clip_val: float) -> None:
         parameters = parameters_to_clip(optimizer, clip_val)
+        # Read at each step: tables that unfreeze while training have shards from then on.
         sharded = None if shards is None else {id(shard) for shard in shards()}
         clip_by_norm(parameters, sharded, float(clip_val), num_replicas)
 

@@ -102,6 +102,7 @@ class StopHandler:
             self._job.note_failure(self._trainer.global_step)
 
     def _record(self, is_requeue: bool) -> None:
+        # A handler runs between any two lines of the program, where no collective may be made: it only records.
         self._flags.request(REQUEUE if is_requeue else STOP)
 
     def ends_evaluation(self) -> bool:
@@ -122,6 +123,7 @@ class StopHandler:
         message, self._message = self._message, None
         if message is not None:
             message.wait()
+        # Flags go along with all messages of a step: one of their own is needed only where there was none.
         if self._flags.num_exchanges == self._num_exchanges:
             self._message = self._consensus.start_all_reduce_min()
         self._num_exchanges = self._flags.num_exchanges
@@ -133,6 +135,7 @@ class StopHandler:
         if agreed == CONTINUE:
             return None
         if agreed == REQUEUE or self._options.on_sigterm == "checkpoint":
+            # One save by all ranks, between the same two steps: it is collective, as every checkpoint is.
             path = self._job.path
             rank_zero_info(f"Asked to stop: saving {path} after step {self._trainer.global_step}.")
             self._trainer.save_checkpoint(path)

@@ -137,6 +137,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
             available = self.accelerator.auto_device_count()  # type: ignore[union-attr]
             check_numbers(self.launched, len(self.parallel_devices or ()), available, self._num_nodes)
         super()._configure_launcher()
+        # Lightning has chosen its launcher by now, which would run sys.argv again.
         if has_no_script(self.cluster_environment, self.num_processes, self._num_nodes):
             self._launcher = fork_launcher(self)
         wrap_launch(self, self._prepare_fit, self._wait.total_seconds())
@@ -199,6 +200,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         checkpoints.start_run(module, job)
         stopping = StopHandler(trainer, session.step_consensus, checkpoints, self._stop_options, job)
         self._run = run = kind(trainer=trainer, module=module, session=session, stopping=stopping)
+        # ExitStack runs the last one first: handlers are put back after the patches below are undone.
         run.undo.callback(lambda: stopping.undo(run.has_failed))
         run.undo.enter_context(local_world_size(self.num_local_ranks))
         run.undo.enter_context(call_overridden_hooks(trainer))
@@ -225,6 +227,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         run = self.run
         run.session.checkpoints.before_step()
         run.buffers.before_step()
+        # Making DDP is collective: the user's code unfreezes on all ranks alike, or none could train.
         if any(parameter.requires_grad for parameter in run.frozen):
             self.configure_ddp()  # DDP ignores what was frozen for good: each rank would train weights of its own
         return run

@@ -41,9 +41,11 @@ class AbsentTensor(Tensor):
                 f"{name.strip('_')}() was called on a value that depends on weights of another stage. {WAY_OUT}"
             )
         _refuse_write(name, args, kwargs)
+        # Read through the property's getter, which is how torch passes the attribute to this function.
         if func == DEVICE:
             return cls.shown_device
         if name in ATTRIBUTES:
+            # On the tensor itself, not on a copy. Outside of this context the call would come back to this method.
             with without_torch_function():
                 return apply_to_collection(func(*args, **kwargs), Tensor, _absent)
         if name in ("to", "cpu", "cuda") and isinstance(args[0], AbsentTensor):
@@ -62,6 +64,7 @@ class AbsentTensor(Tensor):
 
 def _refuse_write(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise UnsupportedError: a tensor that this rank has would be written to, and the write be lost."""
+    # torch's names of writes in place end with one underscore, those of operators with two.
     writes = name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))
     target = kwargs.get("out", args[0] if writes and args else None)
     if name.startswith("_foreach") or (isinstance(target, Tensor) and not isinstance(target, AbsentTensor)):
@@ -81,6 +84,7 @@ def _absent(tensor: Tensor) -> Tensor:
 
 def absent_parameter(like: nn.Parameter) -> nn.Parameter:
     """Return a parameter of the same shape and type without values."""
+    # nn.Parameter keeps a tensor's class where it is not Tensor, and marks it by `_is_param` for isinstance.
     tensor = torch.empty_like(like, device="meta").as_subclass(AbsentTensor)
     return nn.Parameter(tensor, like.requires_grad)
 

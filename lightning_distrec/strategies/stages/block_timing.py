@@ -35,6 +35,7 @@ def measure_blocks(
         batch = _first_batch(trainer)  # on all ranks, whose loaders stay alike
         return _measure_on_batch(trainer, module, path, batch, device) if consensus.rank == 0 else []
 
+    # Training begins with the same draws on all ranks, and rank 0 alone draws in the forward.
     with unchanged(include_cuda=device.type == "cuda"):
         times = list(consensus.all_gather(consensus.all_or_none("setup", measure))[0])
     milliseconds = ", ".join(f"{nanoseconds / 1e6:.2g}" for nanoseconds in times)
@@ -60,10 +61,12 @@ def _measure_on_batch(
 ) -> list[int]:
     chain = find_chain(module, path)
     blocks = dict(zip(chain.paths, chain.blocks, strict=True))
+    # Running statistics and counters: the forward writes them, and training must begin with the earlier values.
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     log = LoggedValues(module)
     was_training = module.training
     try:
+        # In training mode, as dropout and the like belong to the time of a block.
         module.to(device).train()
         batch = _move_batch(trainer, module, batch, device)
         arguments = (batch, 0) if len(signature(module.training_step).parameters) > 1 else (batch,)

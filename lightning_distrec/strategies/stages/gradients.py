@@ -23,6 +23,7 @@ class _ComputedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, loss_gradient: Tensor) -> Any:  # type: ignore[override]
+        # What Lightning does to the loss: it divides it by accumulate_grad_batches, for one.
         factor = loss_gradient.reshape(())
         return None, None, *(g if g is None else g * factor.to(g.device, g.dtype) for g in ctx.gradients)
 
@@ -33,6 +34,7 @@ class GradientsAside:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._earlier_gradients = [parameter.grad for parameter in self._parameters]
+        # The schedule's backwards add to what is there, and earlier gradients must not count twice.
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -70,6 +72,7 @@ class _ProxyLoss(torch.autograd.Function):
     def forward(ctx: Any, output: Tensor, outputs: OutputGradients, number: int) -> Tensor:
         # The gradients are looked up in backward: in the first micro-batches' forwards there are none yet.
         ctx.outputs, ctx.number = outputs, number
+        # Autograd needs a result that depends on the output; its value is never used.
         return output.new_zeros((), dtype=torch.float32)
 
     @staticmethod
@@ -87,12 +90,14 @@ def average_over_replicas(parameters: Sequence[nn.Parameter], group: Any, host_g
     num_replicas = dist.get_world_size(group)
     if not trained or num_replicas == 1:
         return
+    # Counted on the host, where the numbers are read: on a GPU that would be waited for.
     num_uses = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32)
     dist.all_reduce(num_uses, group=host_group)
     parameters_by_dtype = defaultdict(list)
     for parameter, is_used in zip(trained, num_uses.tolist(), strict=True):
         if is_used:
             parameters_by_dtype[parameter.dtype].append(parameter)
+    # One message for each type, of the same parameters in the same order on all replicas of the stage.
     for used in parameters_by_dtype.values():
         flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in used])
         dist.all_reduce(flat.div_(num_replicas), group=group)

@@ -51,6 +51,7 @@ def idle_share(times: StageTimes, num_ranks: int, num: int, schedule: Schedule, 
     pending = order_actions(schedule, num_ranks, num_stages, num)
     ended: dict[Action, float] = {}
     free = [0.0] * num_ranks
+    # Each pass replays every action whose input is there. A schedule that torch runs has one in each pass.
     while any(pending):
         for rank, actions in enumerate(pending):
             while actions and (ready := _ready_time(actions[0], ended, num_stages, num, times.loss)) is not None:
@@ -68,6 +69,7 @@ def _ready_time(action: Action, ended: dict[Action, float], num_stages: int, num
         return ended.get(("forward", stage - 1, microbatch)) if stage else 0.0
     if stage < num_stages - 1:
         return ended.get(("backward", stage + 1, microbatch))
+    # A loss of the whole batch waits for the last micro-batch's forward, one of a micro-batch for its own.
     end = ended.get(("forward", stage, num - 1 if loss else microbatch))
     return None if end is None else end + loss
 

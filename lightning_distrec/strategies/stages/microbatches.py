@@ -19,6 +19,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def num_microbatches(batch_size: int, limit: int, fits: Callable[[int], bool] = lambda _: True) -> int:
     """Return the largest number of equal parts of a batch, up to a limit. fits: whether a schedule takes a number."""
+    # Equal parts: the mean of their losses is then the mean over all examples.
     return max(n for n in range(1, min(limit, batch_size) + 1) if batch_size % n == 0 and (n == 1 or fits(n)))
 
 
@@ -70,6 +71,7 @@ class BlockArguments:
         if num == 1 or not any(tensor.dim() and len(tensor) % num == 0 for tensor in tensors):
             return [entry.arguments] * num
         key = num, tuple(tensor.shape for tensor in tensors)
+        # Learned once for each set of shapes: running the step up to the chain for a part costs time.
         if key not in self._have_rows:
             parts = tensors_in(enter_part().arguments)
             self._have_rows[key] = [_has_rows(*pair, num) for pair in zip(tensors, parts, strict=True)]

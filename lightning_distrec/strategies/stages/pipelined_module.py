@@ -86,6 +86,7 @@ class PipelinedModule:
             compute = self._compute_batch if self._options.schedule == "gpipe" else self._compute_microbatches
             result, message = compute(call)
         except BaseException:
+            # What the failed step has computed goes; the gradients that accumulate stay.
             aside.restore()
             raise
         self._log.repeat(message["log_calls"])
@@ -104,7 +105,9 @@ class PipelinedModule:
 
         def compute_loss(output: Tensor, number: int) -> Tensor:
             outputs.append(output.detach())
+            # GPipe computes all losses before its first backward: with the last output the batch is complete.
             if len(outputs) == num:
+                # A leaf: the user's backward ends at it, and the schedule's backwards begin with its gradient.
                 full = torch.cat(outputs).requires_grad_()
                 loss = self._leave(call, 0, full, outcome)
                 if loss is not None:
@@ -119,6 +122,7 @@ class PipelinedModule:
         """Compute the loss of each micro-batch as soon as it has been through the chain."""
         num = self._num_microbatches(batch_size_of(call.batch))
         calls = [replace(call, batch=part) for part in split_batch(call.batch, num)]
+        # Only the first batch is compared: comparing runs the user's step once more.
         is_first = call.name not in self._entered
         entries = self._enter(calls)
         outputs: list[Tensor] = []
@@ -144,8 +148,10 @@ class PipelinedModule:
     def _compute_chain(self, entries: Sequence[Entry], arguments: Any, compute_loss: ComputeLoss) -> None:
         values = [entry.value for entry in entries]
         learns = self._has_first and values[0].requires_grad
+        # The schedule's backward ends at this leaf. Its gradient then passes through what comes before the chain.
         value = torch.cat([v.detach() for v in values]) if len(values) > 1 else values[0].detach()
         value.requires_grad_(learns)
+        # A seed of each rank's own, below those of micro-batches: dropout of two stages must not draw the same masks.
         with self._draws.seeded(-1 - self._ranks.rank):
             self._staged.compute(value, arguments, compute_loss)
         if learns:
@@ -172,6 +178,7 @@ class PipelinedModule:
 
         A step that draws at random draws other numbers for a batch than for its micro-batches, and is not compared.
         """
+        # The step runs once more for this batch, which metrics must not count twice.
         with torch.no_grad(), self._log.metrics_unchanged(), self._draws.seeded(0) as has_drawn:
             with self._log.recorded() as log_calls:
                 loss = _loss_in(leave_chain(self._chain, call, output))
@@ -223,8 +230,10 @@ class PipelinedModule:
         trainer = self._module.trainer
         self._num_calls += 1
         index = call.indices[0] if call.indices else self._num_calls
+        # Lightning counts batches of the epoch: a run that resumes within it draws as one that never stopped.
         number = trainer.fit_loop.batch_idx if call.name == "training_step" else index
         self._draws.begin_step(trainer.global_step, number)
+        # Once per loop: samplers that differ show at its first batch, and later steps pay for no exchange.
         if number == 0 or call.name not in self._entered:
             sums = [float(tensor.detach().double().sum()) for tensor in tensors_in(call.batch)]
             per_rank_sums = self._ranks.messages.all_gather(sums)
@@ -246,10 +255,12 @@ class PipelinedModule:
         name = calls[0].name
         if name in self._entered:
             return enter()
+        # Later steps make no exchange here: what a forward does between blocks shows when it runs for the first time.
         self._entered.add(name)
         return self._consensus.all_or_none(f"the first {name}", enter)
 
     def _enter_part(self, call: StepCall, number: int) -> Entry:
+        # What is logged here is dropped: the last stage runs the step from its beginning, and its calls are repeated.
         with self._draws.seeded(number), self._log.recorded():
             return enter_chain(self._chain, call, self._has_first)
 
@@ -273,6 +284,7 @@ class PipelinedModule:
                 "log_calls": self._log.mean_calls(outcome.log_calls),
                 "result": apply_to_collection(result, Tensor, lambda tensor: tensor.detach().cpu()),
             }
+        # By messages on the host: the values are logged on every rank, and the seeds are compared in the same exchange.
         messages: list[dict[str, Any]] = self._ranks.messages.all_gather(message)
         if any(remote["seed"] != message["seed"] for remote in messages):
             raise UnsupportedError(

@@ -49,20 +49,24 @@ def split_module(
                 "split as it is. Give the strategy the same options, or call trainer.strategy.unshard() after that run."
             )
     else:
+        # Before the split: a rank runs all blocks then, whose weights it has no more after it.
         block_times = times() if options.split == "time" else None
         layout = consensus.all_or_none("setup", lambda: split_chain(module, options, ranks.num_stages, block_times))
         rank_zero_info(describe_layout(layout, module, options))
         absent_names = {name for name, stage in layout.stage_by_name.items() if stage not in ranks.stages}
         meta_names = {name for name, tensor in _named_tensors(module) if tensor.is_meta}
         apply_to_tensors(module, partial(_to_device, device))
+        # Tensors on the meta device have no values to send; their stages draw them below.
         broadcast_module_states(module, list(meta_names))
         _drop_parameters(module, absent_names)
         drawn_names = meta_names - absent_names
         consensus.all_or_none("setup", partial(_draw_weights, module, drawn_names, ranks, device))
         for name, tensor in _named_tensors(module):
             if name in drawn_names:  # all replicas of a stage have the same ones
+                # The first pipeline has the global ranks from 0 on, and `ranks.rank` is its rank with this stage.
                 dist.broadcast(tensor.detach(), ranks.rank, group=ranks.same_stage)
         _split_as[module] = options, layout
+    # On the class: a process is one rank, with one device.
     AbsentTensor.shown_device = device
     apply_to_tensors(module, partial(_to_device, device))
     return layout
@@ -107,6 +111,7 @@ def _draw_weights(module: nn.Module, names: set[str], ranks: PipelineRanks, devi
 def _drop_parameters(module: nn.Module, names: set[str]) -> None:
     absent = {id(p): absent_parameter(p) for name, p in module.named_parameters() if name in names}
     for submodule in module.modules():
+        # With duplicates: every place of a tied parameter gets the same absent one.
         for name, parameter in list(submodule.named_parameters(recurse=False, remove_duplicate=False)):
             if id(parameter) in absent:
                 setattr(submodule, name, absent[id(parameter)])
@@ -122,6 +127,7 @@ def chunked_state(state: Mapping[str, Any], layout: StageLayout, ranks: Pipeline
     chunked = dict(state)
     for name, stage in layout.stage_by_name.items():
         if isinstance(value := state.get(name), Tensor):
+            # One rank gives each chunk: the others have the shape alone, or are replicas with equal values.
             is_saved = stage in ranks.stages and not ranks.replica
             chunks = [Chunk((0,) * value.dim(), value.detach())] if is_saved else []
             chunked[name] = ChunkedTensor(tuple(value.shape), value.dtype, chunks)
@@ -130,6 +136,7 @@ def chunked_state(state: Mapping[str, Any], layout: StageLayout, ranks: Pipeline
 
 def state_ranks(module: nn.Module, layout: StageLayout, ranks: PipelineRanks) -> StateRanks:
     """Return which ranks hold the optimizer state of a parameter; those of the first replica save it."""
+    # Stages are shared out in turn, stage 0 to rank 0: see `pipeline_ranks`.
     stages = {id(parameter): layout.stage_by_name[name] for name, parameter in module.named_parameters()}
     return StateRanks(
         lambda parameter: stages.get(id(parameter), 0) % ranks.num_ranks,
@@ -139,6 +146,7 @@ def state_ranks(module: nn.Module, layout: StageLayout, ranks: PipelineRanks) ->
 
 def unsplit(module: nn.Module, full: Mapping[str, Tensor]) -> None:
     """Replace absent parameters by full ones, on the host. Those that `full` lacks are on the meta device."""
+    # By the id of the earlier parameter: one that is tied stays one object.
     new: dict[int, nn.Parameter] = {}
     for path, submodule in module.named_modules(remove_duplicate=False):
         for key, parameter in list(submodule.named_parameters(path, recurse=False, remove_duplicate=False)):

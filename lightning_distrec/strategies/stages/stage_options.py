@@ -89,15 +89,18 @@ def pipeline_ranks(options: StageOptions, rank: int, world: int, timeout: Any) -
     seconds = timeout.total_seconds()
     pipelines = [list(range(first, first + num_ranks)) for first in range(0, world, num_ranks)]
     replicas = [list(range(first, world, num_ranks)) for first in range(num_ranks)]
+    # All ranks make all groups in this order, those that they are not in too: making a group is collective.
     return PipelineRanks(
         rank=pipeline_rank,
         num_ranks=num_ranks,
         replica=replica,
         num_replicas=world // num_ranks,
+        # In turn, as ScheduleInterleaved1F1B expects: rank 0 has stages 0, n, 2n and so on.
         stages=tuple(pipeline_rank + i * num_ranks for i in range(options.stages_per_rank)),
         num_stages=num_ranks * options.stages_per_rank,
         pipeline=dist.new_subgroups_by_enumeration(pipelines, timeout=timeout)[0],
         same_stage=dist.new_subgroups_by_enumeration(replicas, timeout=timeout)[0],
+        # A group on the host of its own: over NCCL a count would have to be read back from the GPU.
         same_stage_host=dist.new_subgroups_by_enumeration(replicas, timeout=timeout, backend="gloo")[0],
         messages=Consensus(seconds, RankFlags(), pipelines[replica]),
     )

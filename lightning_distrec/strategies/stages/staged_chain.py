@@ -18,12 +18,7 @@ Receives = dict[tuple[bool, int], list[Any]]
 
 
 class SpannedStage(PipelineStage):
-    """A stage whose work on each micro-batch is a span.
-
-    torch receives an input when it is needed. gloo sends it only then, and its threads wait for a CPU that another
-    stage computes on: ranks would idle for it at every micro-batch. So the receives of a step are made at its
-    beginning. NCCL's wait on the GPU, in the order in which they are made, and stay as they are.
-    """
+    """A stage whose work on each micro-batch is a span, and whose receives over gloo are made when a step begins."""
 
     _receives: Receives | None = None
     """Those of the current step that torch has not asked for; None: none has been posted yet."""
@@ -44,6 +39,7 @@ class SpannedStage(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         """Return the receives of a micro-batch's input."""
+        # NCCL's receives wait on the GPU, in the order in which they are made: torch's own order is right for them.
         if self.device.type != "cpu":
             return super().get_fwd_recv_ops(fwd_chunk_id)
         return self._posted_receives().pop((False, fwd_chunk_id))
@@ -65,6 +61,9 @@ class SpannedStage(PipelineStage):
     def _posted_receives(self) -> Receives:
         """Post the receives of a step at its first one. torch's schedule "posts" them later, and gets these works."""
         if self._receives is None:
+            # torch receives an input when it is needed. gloo sends it only then, and its threads wait for a CPU that
+            # another stage computes on: ranks would idle for it at every micro-batch.
+            # torch has a buffer for each micro-batch, so that all receives can be posted at once.
             self._receives = {}
             for is_gradient, make in ((False, super().get_fwd_recv_ops), (True, super().get_bwd_recv_ops)):
                 for number in self.args_recv_info:
@@ -72,6 +71,7 @@ class SpannedStage(PipelineStage):
                     for operation in operations:
                         group, peer = operation.group, operation.group_peer
                         work = operation.op(operation.tensor, group=group, tag=operation.tag, group_src=peer)
+                        # The schedule calls `op` when it reaches this receive, and waits for what it returns.
                         operation.op = partial(_posted, work)
                     self._receives[is_gradient, number] = operations
         return self._receives
@@ -79,6 +79,7 @@ class SpannedStage(PipelineStage):
     def _tagged(self, operations: list[Any], to_stage: int, is_gradient: bool, number: int) -> list[Any]:
         """Return operations with a tag that no others of the step have, by which gloo matches sends and receives."""
         if self.device.type == "cpu":
+            # Tag 0 is that of messages without one. The receiver's stage is part of it, which both sides know.
             for operation in operations:
                 operation.tag = 1 + 2 * (to_stage * len(self.args_recv_info) + number) + is_gradient
         return operations
@@ -107,6 +108,7 @@ class Blocks(nn.Module):
 
     def forward(self, value: Tensor, microbatch: Tensor) -> Tensor:
         """Return the last block's output."""
+        # On the host: its numbers are made there by `compute`, and reading one waits for no GPU.
         arguments = self.arguments[int(microbatch)]
         with self._context():
             for number, block in zip(self._numbers, self.blocks, strict=True):
@@ -151,6 +153,7 @@ class StagedChain:
             blocks.arguments = arguments
         for stage in stages:
             stage.begin_step()
+        # torch divides everything that a schedule gets into micro-batches: of these numbers each one gets its own.
         numbers = torch.arange(num)
         inputs = (value,) if 0 in self.ranks.stages else ()
         target = numbers if compute_loss is not None else None
@@ -163,9 +166,11 @@ class StagedChain:
                 raise
             user_error = error.__cause__
         finally:
+            # Nothing of a batch outlives its step: the modules would hold its tensors until the next one.
             self._compute_loss = None
             for blocks in self.blocks:
                 blocks.arguments = []
+        # Raised past the except clause, so that the traceback does not show torch's error as the context of the user's.
         raise user_error  # what a block raises, which torch's stages replace by an error of their own
 
     def _schedule_for(self, value: Tensor, num: int, learns: bool) -> tuple[Any, list[SpannedStage]]:
@@ -178,8 +183,10 @@ class StagedChain:
                 for stage, blocks in zip(self.ranks.stages, self.blocks, strict=True)
             ]
             loss = self._loss if learns else None
+            # torch would divide gradients by the number of micro-batches; our losses are divided already.
             if len(stages) > 1:
                 schedule: Any = ScheduleInterleaved1F1B(list(stages), num, loss, scale_grads=False)
+            # 1F1B needs a micro-batch for each stage, and an evaluation has no backward that could begin early.
             elif self._schedule == "1f1b" and learns and num >= self.ranks.num_stages:
                 schedule = Schedule1F1B(stages[0], num, loss, scale_grads=False)
             else:

@@ -48,6 +48,7 @@ class StepDraws:
             self._is_first = False
             state = self._messages.all_gather(state)[0]
             torch.set_rng_state(state)
+        # A checksum, as Python's hash of bytes and strings differs between processes.
         self.seed = crc32(state.numpy().tobytes(), crc32(repr(number).encode()))
 
     @contextmanager
@@ -56,6 +57,7 @@ class StepDraws:
 
         part: 0 and up: the user's step of a micro-batch; below 0: the blocks of a rank.
         """
+        # The hash of integers is the same in all processes; numpy takes seeds of 32 bits.
         seed = hash((self.seed, part)) % 2**32
 
         def has_drawn() -> bool:
@@ -83,6 +85,7 @@ class LoggedValues:
 
     def __init__(self, module: LightningModule) -> None:
         self._module = module
+        # Of the class: on the instance `recorded` puts a function that takes any arguments.
         self._signature = inspect.signature(type(module).log)
         if any(isinstance(submodule, Metric) for submodule in module.modules()):
             # The last stage alone updates them; the others add states without any update, as they should.
@@ -141,6 +144,7 @@ class LoggedValues:
                     f"self.log({first['name']!r}, {key}={argument!r}): the last stage logs, and the others are sent "
                     f"plain values. Leave {key} out, or give it as a string."
                 )
+        # A Metric cannot be sent. Every rank has its own at the same path, and Lightning computes it over all ranks.
         if isinstance(value, Metric):
             path = next((path for path, submodule in self._module.named_modules() if submodule is value), None)
             if path is None:
@@ -148,6 +152,7 @@ class LoggedValues:
                     f"self.log({first['name']!r}) of a Metric that is not in the module. Set it as an attribute."
                 )
             return {**plain, METRIC: path}
+        # In float64: sums of integers and of 16-bit values would lose digits.
         values = torch.stack([torch.as_tensor(call["value"]).detach().cpu().double() for call in calls])
         dtype = torch.as_tensor(value).dtype
         return {**plain, "value": values.mean(0).to(dtype if dtype.is_floating_point else torch.float32)}

@@ -87,6 +87,7 @@ class _BlockCalls:
 
     @contextmanager
     def intercepted(self) -> Iterator[None]:
+        # On the module and past its hooks: those of the blocks run in the stages, once for each micro-batch.
         with ExitStack() as patches:
             for number, block in enumerate(self._chain.blocks):
                 patches.enter_context(replace_calls(block, partial(self._call, number)))
@@ -101,6 +102,7 @@ class _BlockCalls:
             )
         if not args and number == 0:
             raise UnsupportedError(f"'{path}' is called without a positional argument. Pass it its input first.")
+        # By identity: a copy, or a result of an operation on the last output, would be computed on this rank only.
         if not args or (number and args[0] is not self._hidden):
             raise UnsupportedError(_between(self._chain, number))
         if is_absent(args[1:]) or is_absent(kwargs):
@@ -114,6 +116,7 @@ class _BlockCalls:
         if not self.is_complete:
             self._hidden = _Hidden(_between(self._chain, number + 1))
             return self._hidden
+        # The last block: here the step ends, or goes on with what the stages have computed.
         if self._output is None:
             raise _EndOfChain
         return self._output
