@@ -72,6 +72,7 @@ class Bandwidths:
     def __post_init__(self) -> None:
         for name in NAMES:
             value = getattr(self, name)
+            # Parsed for its errors only, so that a wrong value fails when the strategy is made and not on the ranks.
             if value not in (None, MEASURE):
                 parse_bandwidth(value, f"planning.bandwidths.{name}={value!r}")
 
@@ -125,6 +126,7 @@ class BandwidthRequest:
     def with_measured(self, measured: Mapping[str, Bandwidth]) -> AssumedBandwidths:
         """Return the bandwidths to plan with; torchrec's defaults where none is configured or could be measured."""
         defaults = {name: Bandwidth(bytes_per_second=DEFAULTS[name], origin="torchrec's default") for name in NAMES}
+        # The later of these dicts wins: configured values over measured ones, and those over the defaults.
         return AssumedBandwidths(**(defaults | dict(measured) | dict(self.configured)))
 
 
@@ -181,16 +183,20 @@ def measured_bandwidths(
     names: of `Bandwidths`. Those measured within 30 days are not measured again.
     Left out: cross_node on one node, intra_node where no node has two ranks, a GPU's memory on CPU.
     """
+    # The layout and the kind of device are equal on all ranks, so that all of them return here or none: what follows is
+    # collective.
     names = [name for name in names if name in _measurable(layout, device)]
     if not names:
         return {}
     cluster = _describe_cluster(layout, device, ranks)
+    # Ranks may read different files, and a measurement needs all ranks: what rank 0 remembers decides for all.
     remembered: dict[str, Bandwidth] = ranks.all_gather({} if ranks.rank else _remembered(cluster))[0]
     measured = {
         name: remembered.get(name)
         or Bandwidth(bytes_per_second=_measure(name, layout, device, ranks), origin="measured")
         for name in names
     }
+    # The file's time is that of the measurement: written again without a new one, it would never get too old.
     if ranks.rank == 0 and not remembered.keys() >= measured.keys():
         _remember(cluster, remembered | measured)
     return measured
@@ -212,8 +218,10 @@ def _measure(name: str, layout: NodeLayout, device: torch.device, ranks: Ranks) 
     if name in ("intra_node", "cross_node"):
         peers_of = layout.ranks_on_same_node if name == "intra_node" else layout.ranks_on_other_nodes
         return _measure_exchange([peers_of(rank) for rank in range(layout.num_ranks)], device, ranks)
-    ranks.all_gather(None)  # ranks of a node share its memory: they copy at the same time
+    # A barrier: ranks of a node share its memory, so that they must copy at the same time.
+    ranks.all_gather(None)
     seconds, moved = ranks.all_or_none("measuring memory", partial(_measure_copies, name, device))
+    # One number describes all ranks. The slowest rank's is taken, because exchanges of the plan wait for it.
     return moved / max(ranks.all_gather(seconds))
 
 
@@ -225,10 +233,15 @@ def _measure_exchange(peers_by_rank: list[list[int]], device: torch.device, rank
     max_peers = max(map(len, peers_by_rank))
     peers = peers_by_rank[ranks.rank]
     total = MIN_BYTES
+    # `_timed` returns the same seconds on all ranks, so that all leave this loop after the same round: its calls are
+    # collective.
     while True:
         bytes_per_peer = max(1, total // max_peers)
+        # The buffers are allocated before the exchange: where one rank has no memory for them, the others would wait in
+        # it.
         exchange = ranks.all_or_none("measuring exchanges", partial(_exchange, bytes_per_peer, peers, device, ranks))
-        _timed(exchange, device, ranks)  # connections are made by the first
+        # Not counted: the first exchange makes the connections.
+        _timed(exchange, device, ranks)
         seconds = _timed(exchange, device, ranks)
         if seconds >= LONG_ENOUGH_SECONDS or total >= MAX_BYTES:
             break
@@ -236,11 +249,14 @@ def _measure_exchange(peers_by_rank: list[list[int]], device: torch.device, rank
     times = [seconds]
     while len(times) < REPEATS and sum(times) + seconds < BUDGET_SECONDS:
         times.append(_timed(exchange, device, ranks))
-    return bytes_per_peer * max_peers / min(times)  # other work on the machines only adds time
+    # The least time counts: other work on the machines only adds to it.
+    return bytes_per_peer * max_peers / min(times)
 
 
 def _exchange(bytes_per_peer: int, peers: list[int], device: torch.device, ranks: Ranks) -> Callable[[], object]:
     """Return a function that sends `bytes_per_peer` bytes to each peer, and receives as many."""
+    # all_to_all_single takes sizes for all ranks, and ranks that are no peers get nothing: one group does for both
+    # kinds of links.
     sizes = [bytes_per_peer if rank in peers else 0 for rank in range(ranks.num_ranks)]
     sent = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
     return partial(dist.all_to_all_single, torch.empty_like(sent), sent, sizes, sizes)
@@ -250,6 +266,7 @@ def _timed(exchange: Callable[[], object], device: torch.device, ranks: Ranks) -
     """Collective. Return how many seconds the slowest rank needs; equal on all."""
     ranks.all_gather(None)
     began = time.perf_counter()
+    # Between a barrier and the largest time: a rank that comes late would be counted as a slow link.
     exchange()
     _wait_for(device)
     return float(max(ranks.all_gather(time.perf_counter() - began)))
@@ -262,6 +279,7 @@ def _measure_copies(name: str, device: torch.device) -> tuple[float, int]:
     target_device = host if name == "host_memory" else device
     source = torch.ones(COPIED_BYTES, dtype=torch.uint8, device=source_device)
     if name == "host_to_device":
+        # CUDA copies pageable memory through a buffer of its own, which would measure the host and not the link.
         source = source.pin_memory()
     target = torch.ones(COPIED_BYTES, dtype=torch.uint8, device=target_device)
     times: list[float] = []
@@ -270,6 +288,7 @@ def _measure_copies(name: str, device: torch.device) -> tuple[float, int]:
         target.copy_(source)
         _wait_for(target_device)
         times.append(time.perf_counter() - began)
+    # One memory reads and writes each byte; over a link between two memories each byte moves once.
     moved = COPIED_BYTES if name == "host_to_device" else 2 * COPIED_BYTES
     return min(times), moved
 
@@ -285,6 +304,7 @@ def _describe_cluster(layout: NodeLayout, device: torch.device, ranks: Ranks) ->
     gathered = ranks.all_gather((socket.gethostname(), kind, torch.get_num_threads()))
     hosts = sorted({host for host, _, _ in gathered})
     devices = [(kind, threads) for _, kind, threads in gathered]
+    # CPU copies use all threads, and another version or backend may be faster: each of these makes another cluster.
     return json.dumps([hosts, layout.node_of_rank, devices, dist.get_backend(), torch.__version__])
 
 
@@ -292,6 +312,7 @@ def _file(cluster: str) -> Path:
     """Return where a cluster's measurements are remembered. Raises RuntimeError: this user has no home."""
     folder = os.environ.get("XDG_CACHE_HOME", "")
     cache = Path(folder) if os.path.isabs(folder) else Path.home() / ".cache"
+    # Names of a thousand hosts are too long for a file's name, so that it has their hash.
     return cache / "lightning_distrec" / f"bandwidths-{hashlib.sha256(cluster.encode()).hexdigest()[:16]}.json"
 
 
@@ -300,6 +321,7 @@ def _remembered(cluster: str) -> dict[str, Bandwidth]:
     try:
         file = _file(cluster)
         measured_at = file.stat().st_mtime
+        # A file from the future was written by a clock that has been set since: its age is unknown.
         if not 0 <= time.time() - measured_at < MAX_AGE_SECONDS:
             return {}
         numbers = {name: float(number) for name, number in json.loads(file.read_text("utf-8")).items()}
@@ -318,4 +340,5 @@ def _remember(cluster: str, measured: Mapping[str, Bandwidth]) -> None:
     try:
         replace_file(_file(cluster), json.dumps(numbers).encode())
     except (OSError, RuntimeError) as error:
+        # A home that cannot be written, as in many containers, is no reason to stop a training run.
         rank_zero_warn(f"measured bandwidths are not remembered for the next run: {error}")

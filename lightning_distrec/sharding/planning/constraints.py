@@ -50,11 +50,9 @@ class TableConstraints:
 
 
 def default_types(num_nodes: int) -> tuple[str, ...]:
-    """Return the sharding types that are tried where the user names none.
-
-    data_parallel is planned on request only, because every rank then holds all of the table. The two-level types need
-    several nodes: on one node they are row_wise and column_wise with more steps.
-    """
+    """Return the sharding types that are tried where the user names none."""
+    # data_parallel is planned on request only, because every rank then holds all of the table. The two-level types need
+    # several nodes: on one node they are row_wise and column_wise with more steps.
     types = ("table_wise", "row_wise", "column_wise")
     return types if num_nodes == 1 else (*types, "table_row_wise", "table_column_wise")
 
@@ -66,6 +64,8 @@ def allowed_types(table: Table, options: TableOptions, layout: NodeLayout, unspl
     Raises PlanError: none of those that the user allowed is possible, with the reasons.
     """
     possible = POOLED_TYPES if table.pooled else SEQUENCE_TYPES
+    # Defaults that an EmbeddingCollection cannot have are left out silently; types that the user named get a reason
+    # below.
     requested = tuple(options.sharding_types or (t for t in default_types(layout.num_nodes) if t in possible))
     reasons = {
         kind: _type_obstacle(table, kind, layout, unsplit_rows_for) or _width_obstacle(table, kind, options)
@@ -95,6 +95,8 @@ def _type_obstacle(table: Table, sharding_type: str, layout: NodeLayout, unsplit
             f"{unsplit_rows_for} keeps one number for each row, so that a row must stay on one rank; allow table_wise "
             "or row_wise"
         )
+    # torchrec gives each rank ceil(rows / ranks) rows, so that the last ranks may get none: 5 rows on 4 ranks are 2, 2,
+    # 1.
     ranks = {"row_wise": layout.num_ranks, "table_row_wise": layout.ranks_on_node}.get(sharding_type, 1)
     rows = table.config.num_embeddings
     if -(-rows // -(-rows // ranks)) < ranks:
@@ -172,14 +174,12 @@ def check_sequence_widths(tables: list[Table], constraints: Mapping[str, TableCo
 def torchrec_constraints(
     tables: list[Table], constraints: Mapping[str, TableConstraints]
 ) -> dict[str, ParameterConstraints]:
-    """Return the constraints as torchrec takes them, by table name.
-
-    torchrec knows a constraint by the table's name alone: tables of one name get what suits them all.
-    """
+    """Return the constraints as torchrec takes them, by table name: tables of one name get what suits them all."""
     constraints_by_name: dict[str, ParameterConstraints] = {}
     for table in tables:
         table_constraints = _for_torchrec(table, constraints[table.full_name])
         earlier = constraints_by_name.get(table.name)
+        # Two collections may each have a table of this name, and torchrec looks constraints up by the name alone.
         constraints_by_name[table.name] = (
             table_constraints if earlier is None else _suiting_both(table, earlier, table_constraints)
         )
@@ -197,13 +197,14 @@ def _for_torchrec(table: Table, constraints: TableConstraints) -> ParameterConst
         compute_kernels=list(constraints.compute_kernels),
         min_partition=options.min_partition,
         pooling_factors=list(factors),
+        # Only an EmbeddingBagCollection has is_weighted; an EmbeddingCollection sums nothing that weights could scale.
         is_weighted=bool(getattr(table.module, "is_weighted", lambda: False)()),
         cache_params=None if share is None else CacheParams(load_factor=share),
     )
 
 
 def _suiting_both(table: Table, earlier: ParameterConstraints, later: ParameterConstraints) -> ParameterConstraints:
-    """Return what suits two tables of one name, with the larger of their loads; `other` is that of `table`."""
+    """Return what suits two tables of one name, with the larger of their loads; `later` is that of `table`."""
     types = [kind for kind in later.sharding_types or [] if kind in (earlier.sharding_types or [])]
     kernels = [kernel for kernel in later.compute_kernels or [] if kernel in (earlier.compute_kernels or [])]
     for description, remainder in (
@@ -216,6 +217,7 @@ def _suiting_both(table: Table, earlier: ParameterConstraints, later: ParameterC
                 f"table '{table.full_name}': another table is called '{table.name}' too, and no {description} suits "
                 "both. Give the tables different names."
             )
+    # One estimate serves both tables: too large a load costs some balance, too small a one may cost a plan that fits.
     busier = max((earlier, later), key=lambda candidate: sum(candidate.pooling_factors))
     return replace(
         later,

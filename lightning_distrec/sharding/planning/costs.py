@@ -55,6 +55,8 @@ def estimate_batch_ids(numbers: Sequence[float], num_rows: int, counted_share: f
 
 def _looked_up(number: float, rows: int) -> float:
     """Return how many of `rows` rows that many ids look up, if they are spread evenly."""
+    # rows * (1 - (1 - 1 / rows) ** number): for millions of rows the difference has no digits left without expm1 and
+    # log1p. One row is apart, because log1p(-1) is infinite.
     return 1.0 if rows == 1 else -rows * math.expm1(number * math.log1p(-1 / rows))
 
 
@@ -85,6 +87,8 @@ class Links:
         """Return a rank's share of the time in which each rank sends `to_next` bytes to the next; one crosses."""
         if self.num_nodes == 1:
             return to_next / self.on_node
+        # One rank of a node sends across. Its time is divided among the node's ranks, because the search adds their
+        # shares up to the time of the node's link.
         return to_next / self.node_link / self.ranks_on_node
 
     def two_levels(self, numbers: float, scatters: bool) -> float:
@@ -93,7 +97,8 @@ class Links:
         ring = times * (self.ranks_on_node - 1) * self.num_nodes * numbers * FLOAT_BYTES / self.on_node
         if self.num_nodes == 1:
             return ring
-        times = self.scatter_times if self.ranks_on_node > 1 else 1  # as measured on gloo, whose bytes do not say why
+        # As measured on gloo; its bytes alone do not explain it.
+        times = self.scatter_times if self.ranks_on_node > 1 else 1
         across = times * (self.num_nodes - 1) * numbers * FLOAT_BYTES / self.node_link
         return ring / self.ranks_on_node + across
 
@@ -107,6 +112,7 @@ def make_links(topology: Topology) -> Links:
         ranks_on_node=ranks_on_node,
         on_node=bandwidths.intra_host_bw,
         node_link=bandwidths.inter_host_bw * ranks_on_node,
+        # NCCL has a reduce-scatter of its own; gloo sums everywhere, which sends twice the bytes (see GlooBandwidths).
         scatter_times=1 if topology.compute_device == "cuda" else 2,
     )
 
@@ -130,16 +136,20 @@ def exchange_milliseconds(
     per_example, features = sum(option.input_lengths), len(option.input_lengths)
     if not option.is_pooled and option.sharding_type != "data_parallel":
         repeated = estimate_batch_ids([batch * factor for factor in option.input_lengths], num_rows, counted_share)
+        # Rows of repeated ids may be sent once. Bags cannot: each is a sum of its own, whatever ids they share.
         per_example *= repeated.distinct_share if repeated.repeat_enough else 1
     id_bytes = (4 if num_rows <= SMALL_ROWS else 8) + (WEIGHT_BYTES if constraints.is_weighted else 0)
     for i, shard in enumerate(option.shards):
         rows, columns = shard.size
+        # Ids are assumed to be spread evenly over the rows; lengths go to every shard, whatever rows it has.
         ids = batch * per_example * id_bytes * rows / num_rows + batch * features * LENGTH_BYTES
         numbers = batch * columns * (features if option.is_pooled else per_example)
         kind = option.sharding_type
         if kind == "data_parallel":
+            # A ring all-reduce: a reduce-scatter and an all-gather, each of (R - 1) / R of the gradient's bytes.
             times[i, 2] = links.ring(2 * rows * columns * FLOAT_BYTES * (links.num_ranks - 1) / links.num_ranks)
         elif kind == "row_wise" and option.is_pooled:
+            # Each rank has partial sums of all bags: rows come back by a reduce-scatter, gradients by an all-gather.
             to_next = (links.num_ranks - 1) * numbers * FLOAT_BYTES
             times[i] = links.to_all(ids), links.ring(links.scatter_times * to_next), links.ring(to_next)
         elif kind == "table_row_wise":
@@ -147,6 +157,7 @@ def exchange_milliseconds(
         else:
             sent = numbers * FLOAT_BYTES * (rows / num_rows if kind == "row_wise" else 1)
             times[i] = links.to_all(ids), links.to_all(sent), links.to_all(sent)
+    # A frozen table's rows are looked up, but no gradients of them are sent back.
     return times if learns else times * (1, 1, 0)
 
 
@@ -216,6 +227,7 @@ class ShardUpdates:
         return np.array([self._moved_bytes(rows, columns) for rows, columns in sizes]) / self.bytes_per_millisecond
 
     def _moved_bytes(self, rows: int, columns: int) -> float:
+        # Two upper bounds: ids that are spread evenly touch the most rows, and counted ids repeat as in the batches.
         touched = min(touched_rows(rows, self.ids), self.ids * self.distinct_share)
         states = round(self.bytes_per_element / FLOAT_BYTES)
         if self.kind in ("fused", "fused_lazy"):
@@ -223,19 +235,22 @@ class ShardUpdates:
         if self.kind == "sparse":
             return _sparse(touched, columns, self.ids, states, self.on_gpu)
         if self.kind == "dense":
+            # The bytes of a dense update include its gradient, which is no state.
             return _dense(rows * columns, columns, self.ids, states - 1, self.on_gpu)
         return 0.0
 
 
 def _fused(touched: float, columns: int, state_bytes: float, row_bytes: float, on_gpu: bool) -> float:
     if on_gpu:
+        # A touched row and its state are read once and written once.
         return touched * (columns * 2 * (FLOAT_BYTES + state_bytes) + 2 * row_bytes)
     states = state_bytes / FLOAT_BYTES
     return touched * (columns * (CPU_FUSED_ELEMENT + CPU_FUSED_STATE * states) + 2 * row_bytes)
 
 
 def _sparse(touched: float, columns: int, ids: float, num_states: int, on_gpu: bool) -> float:
-    if on_gpu:  # gradients are sorted and summed by reading and writing them twice
+    # On a GPU gradients are sorted and summed by reading and writing them twice.
+    if on_gpu:
         return FLOAT_BYTES * columns * (4 * ids + passes(num_states) * touched)
     summed = ids * (CPU_SUMMED_ID + columns * CPU_SUMMED_ELEMENT)
     stepped = columns * (CPU_SPARSE_ELEMENT + (CPU_SPARSE_STATE if num_states else 0))
@@ -248,5 +263,6 @@ def _dense(elements: int, columns: int, ids: float, num_states: int, on_gpu: boo
     added = ids * (2 * FLOAT_BYTES * columns if on_gpu else CPU_ADDED_ID)
     moved = size * (1 + passes(num_states)) + added
     if not on_gpu and size >= LARGE_BYTES:
-        moved += CPU_NEW * size * (1 + num_states)  # the gradient, and a temporary for each state
+        # The gradient, and a temporary for each state, are allocated in each step.
+        moved += CPU_NEW * size * (1 + num_states)
     return moved

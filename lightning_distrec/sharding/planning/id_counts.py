@@ -51,6 +51,7 @@ class IdCounts:
 
     def look_at(self, *batches: Any) -> None:
         """Count the ids in what a batch consists of, each object once: containers and dataclasses at any depth."""
+        # What sparse_inputs(batch) returns often is a part of the batch, whose ids would otherwise count twice.
         seen: set[int] = set()
         for batch in batches:
             for name, leaf in _leaves("", batch, seen):
@@ -58,6 +59,7 @@ class IdCounts:
 
     def _count(self, name: str, leaf: Any) -> None:
         if isinstance(leaf, KeyedJaggedTensor):
+            # Values lie key after key, so that a split by their lengths gives each key's ids without a copy.
             ids_by_key = leaf.values().split(leaf.length_per_key())
             for key, ids, examples in zip(leaf.keys(), ids_by_key, leaf.stride_per_key(), strict=True):
                 self.features.setdefault(key, IdCount()).add(len(ids), examples, len(ids.unique()))
@@ -65,6 +67,7 @@ class IdCounts:
             self.features.setdefault(name, IdCount()).add(
                 leaf.values().shape[0], leaf.lengths().shape[0], len(leaf.values().unique())
             )
+        # Any tensor of integers may hold ids of an nn.Embedding: all are counted, and `factors` picks by name.
         elif isinstance(leaf, Tensor) and leaf.ndim and not (leaf.is_floating_point() or leaf.is_complex()):
             self.tensors.setdefault(name, IdCount()).add(leaf.numel(), leaf.shape[0], len(leaf.unique()))
 
@@ -102,6 +105,7 @@ class IdCounts:
         counted = dict(constraints)
         for table in tables:
             table_constraints = constraints[table.full_name]
+            # Counts in pooling_factors come before torchrec's default, but must not replace a number that the user set.
             factors = self.factors(table) if table_constraints.options.pooling_factor is None else None
             share = self.distinct_share(table)
             counted[table.full_name] = replace(table_constraints, pooling_factors=factors, distinct_share=share)
@@ -110,6 +114,7 @@ class IdCounts:
 
 def _leaves(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
     """Yield what is in containers and dataclasses, at any depth, with the name that it has in the innermost of them."""
+    # This also ends the recursion where a list or a dict contains itself.
     if id(value) in seen:
         return
     if isinstance(value, (Mapping, list, tuple, Tensor, JaggedTensor, KeyedJaggedTensor)):
@@ -117,6 +122,7 @@ def _leaves(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
     inner: list[tuple[str, Any]]
     if isinstance(value, Mapping):
         inner = [(str(key), part) for key, part in value.items()]
+    # A named tuple before plain ones: its fields have names, by which tables are found.
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
         inner = list(zip(value._fields, value, strict=True))
     elif isinstance(value, (list, tuple)):

@@ -59,6 +59,8 @@ class PartialPlan:
 
     def copy(self) -> "PartialPlan":
         """Return an independent copy."""
+        # Without __init__, which would make arrays only to replace them: the search copies plans thousands of times.
+        # `_count` changes arrays in place, hence the copies; those in `ranks` are only replaced.
         copied = PartialPlan.__new__(PartialPlan)
         copied.options, copied.budget = self.options, self.budget
         copied.option_numbers, copied.ranks = list(self.option_numbers), list(self.ranks)
@@ -90,12 +92,14 @@ class PartialPlan:
 
     def _count(self, option: EstimatedOption, ranks: Ranks, sign: int) -> None:
         if option.sharding_type in EVERY_RANK_TYPES:
+            # Shard i is on rank i, so that plain sums do, which are much faster than np.add.at.
             self.milliseconds += sign * option.milliseconds
             self.compute += sign * option.compute
             self.exchange += sign * option.exchange.reshape(3, self.num_links, -1).sum(axis=2)
             self.device_left -= sign * option.device_bytes
             self.host_left -= sign * option.host_bytes
         else:
+            # Several shards may be on one rank, of which an indexed `+=` would count only the last.
             np.add.at(self.milliseconds, ranks, sign * option.milliseconds)
             self._count_parts(option, ranks, sign)
             np.subtract.at(self.device_left, ranks, sign * option.device_bytes)
@@ -103,6 +107,7 @@ class PartialPlan:
 
     def _count_parts(self, option: EstimatedOption, ranks: Ranks, sign: int) -> None:
         np.add.at(self.compute, ranks, sign * option.compute)
+        # On several nodes the ranks of a node share one link, on which their times add up.
         links = ranks if self.num_links == self.budget.num_ranks else ranks // self.budget.ranks_on_node
         for link_times, shard_times in zip(self.exchange, option.exchange, strict=True):
             np.add.at(link_times, links, sign * shard_times)
@@ -110,7 +115,7 @@ class PartialPlan:
     def find_ranks(self, option: EstimatedOption, prefer_memory: bool = False) -> Ranks | None:
         """Return ranks with memory for the option's shards, those with the least work; None where there are none.
 
-        by_memory: those with the most memory left instead.
+        prefer_memory: those with the most memory left instead.
         """
         if option.sharding_type in EVERY_RANK_TYPES:
             fits = bool((option.device_bytes <= self.device_left).all() and (option.host_bytes <= self.host_left).all())
@@ -131,6 +136,7 @@ class PartialPlan:
                 times.append((float(option.milliseconds[slowest]), table))
             elif (on_slowest := ranks == slowest).any():
                 times.append((float(option.milliseconds[on_slowest].sum()), table))
+        # Equal times are ordered by the table's number: equal input must give equal plans.
         return [table for _, table in sorted(times, key=lambda pair: (-pair[0], pair[1]))]
 
     def recount(self) -> None:
@@ -147,12 +153,14 @@ class PartialPlan:
         busy = self.milliseconds[start:stop]
         device, host = self.device_left[start:stop], self.host_left[start:stop]
         if len(ranks) > 1:
+            # A table's own shards compete for work and memory too. With one shard nothing is written, and views do.
             busy, device, host = busy.copy(), device.copy(), host.copy()
         for i, (time, on_device, on_host) in enumerate(
             zip(option.milliseconds, option.device_bytes, option.host_bytes, strict=True)
         ):
             fits = (device >= on_device) & (host >= on_host)
             rank = int(np.where(fits, -(device + host) if prefer_memory else busy, np.inf).argmin())
+            # argmin over infinities alone returns 0, which does not fit either.
             if not fits[rank]:
                 return None
             ranks[i] = start + rank
@@ -166,6 +174,7 @@ class PartialPlan:
         """Return the ranks of one node: the first shard goes to its first rank, and so on."""
         on_node = self.budget.ranks_on_node
         device, host = self.device_left.reshape(-1, on_node), self.host_left.reshape(-1, on_node)
+        # torchrec fixes which local rank has which block of a table_row_wise table: only the node is free.
         fits = ((device >= option.device_bytes) & (host >= option.host_bytes)).all(axis=1)
         load = (self.milliseconds.reshape(-1, on_node) + option.milliseconds).max(axis=1)
         if prefer_memory:
@@ -177,6 +186,8 @@ class PartialPlan:
         """Return ranks of one node: the one with the least work whose ranks have memory."""
         on_node = self.budget.ranks_on_node
         load = -(self.device_left + self.host_left) if prefer_memory else self.milliseconds
+        # The node with the least work may lack memory, then the next one is tried. A stable sort keeps plans
+        # reproducible.
         for node in np.argsort(load.reshape(-1, on_node).sum(axis=1), kind="stable"):
             ranks = self._anywhere(option, int(node) * on_node, (int(node) + 1) * on_node, prefer_memory)
             if ranks is not None:
@@ -229,6 +240,7 @@ def _missing(option: EstimatedOption, budget: MemoryBudget) -> tuple[int, int]:
     shard_lack = max(0, int((option.device_bytes - per_device).max())) + max(
         0, int((option.host_bytes - per_host).max())
     )
+    # The largest memories are summed up: what these ranks lack, any other choice of ranks lacks too.
     ranks = budget.ranks_on_node if option.sharding_type in ONE_NODE_TYPES else budget.num_ranks
     available = np.sort(budget.device_bytes)[-ranks:].sum(), np.sort(budget.host_bytes)[-ranks:].sum()
     total_lack = max(0, int(option.device_bytes.sum() - available[0])) + max(
@@ -240,6 +252,7 @@ def _missing(option: EstimatedOption, budget: MemoryBudget) -> tuple[int, int]:
 def exceed_total_memory(options: Sequence[Sequence[EstimatedOption]], budget: MemoryBudget) -> InfeasiblePlan | None:
     """Return a reason where all tables, each with its smallest option, need more memory than all ranks have."""
     for device, host in WEIGHTS:
+        # No plan needs less than this weighted sum. One weighting under which it is too large therefore is a proof.
         sizes = np.array([
             min(device * o.device_bytes.sum() + host * o.host_bytes.sum() for o in table_options)
             for table_options in options
@@ -263,6 +276,7 @@ def pack_by_memory(options: Sequence[Sequence[EstimatedOption]], budget: MemoryB
     """
     smallest = [min(int((o.device_bytes + o.host_bytes).sum()) for o in table_options) for table_options in options]
     plan = PartialPlan(options, budget)
+    # Large tables come first, because small ones still fit into what remains.
     for table in sorted(range(len(options)), key=lambda t: -smallest[t]):
         for number in sorted(range(len(options[table])), key=lambda o: int(options[table][o].device_bytes.sum())):
             if (ranks := plan.find_ranks(options[table][number], prefer_memory=True)) is not None:
@@ -270,6 +284,8 @@ def pack_by_memory(options: Sequence[Sequence[EstimatedOption]], budget: MemoryB
                 break
         else:
             remaining = MemoryBudget(plan.device_left, plan.host_left, budget.ranks_on_node)
+            # Shards may fit one by one and not at the same time; then nothing counts as missing, and one byte is
+            # reported.
             missing = max(1, min(max(_missing(option, remaining)) for option in options[table]))
             reason = f"does not fit next to the other tables: {format_bytes(missing)} are missing where it came closest"
             return InfeasiblePlan(table, proven=False, reason=reason)

@@ -61,6 +61,7 @@ class PlannedTable:
     """The kind of its update."""
     optimizer: str = ""
     """Class of the optimizer that updates it."""
+    # compare=False for arrays: `==` of arrays is an array, which a dataclass's `__eq__` cannot use.
     update_milliseconds: NDArray[np.float64] | None = field(default=None, compare=False)
     """(S,): estimated time of a step that updates each shard; None where that was not estimated."""
     milliseconds: NDArray[np.float64] | None = field(default=None, compare=False)
@@ -124,6 +125,7 @@ class PlannedTable:
     def for_torchrec(self, devices: list[str], first_rank: int = 0) -> ParameterSharding:
         """Return it as torchrec's sharders take it. devices, first_rank: see `ShardingPlan.for_torchrec`."""
         spec = None
+        # torchrec's data_parallel has no spec: DDP holds a copy on every rank.
         if self.sharding_type != "data_parallel":
             spec = EnumerableShardingSpec([
                 ShardMetadata(list(offsets), list(sizes), f"rank:{first_rank + rank}/{devices[rank]}")
@@ -142,6 +144,7 @@ class PlannedTable:
     def from_torchrec(table: Table, sharding: ParameterSharding, num_ranks: int, first_rank: int = 0) -> "PlannedTable":
         """Return where `table` is in a plan of torchrec's. first_rank: see `ShardingPlan.for_torchrec`."""
         spec, cache = sharding.sharding_spec, sharding.cache_params
+        # A sharding without a spec is data_parallel: each rank has all of the table.
         if isinstance(spec, EnumerableShardingSpec):
             shards = in_order(_from_metadata(shard, first_rank) for shard in spec.shards)
         else:
@@ -166,5 +169,6 @@ def in_order(shards: Iterable[PlannedShard]) -> tuple[PlannedShard, ...]:
 
 def _from_metadata(shard: ShardMetadata, first_rank: int) -> PlannedShard:
     (row, column), (rows, columns) = shard.shard_offsets, shard.shard_sizes
+    # By its type a placement may be missing or lack a rank; those of torchrec's plans have one.
     rank: int = shard.placement.rank()  # type: ignore[union-attr, assignment]
     return PlannedShard(rank - first_rank, (row, column), (rows, columns))

@@ -59,12 +59,14 @@ def make_plan(
         [option for option in without_duplicates(table_options) if fits_alone(option, budget)]
         for table_options in all_options
     ]
+    # A table that fits on no empty rank is reported by itself: the search could only find that nothing fits.
     for number, table_options in enumerate(options):
         if not table_options:
             raise _error(tables, no_option_fits(all_options[number], number, budget), topology, batch_size)
     totals = Totals(options, budget)
     starts = proposals(options, totals, budget)
     if not starts:
+        # Proposals look for speed first. Where none fits, try a proof that no plan can, then any plan at all.
         packed = exceed_total_memory(options, budget) or pack_by_memory(options, budget)
         if isinstance(packed, InfeasiblePlan):
             raise _error(tables, packed, topology, batch_size)
@@ -92,6 +94,7 @@ def estimate_plan(
     """Return a plan that was not searched for here, of a file or an earlier run, with its cost for these tables."""
     tables = list(tables)
     options = options_of_plan(tables, plan, constraints, topology, batch_size)
+    # `put` does not check memory: a plan that does not fit is estimated too, and `check_memory` refuses it.
     on_ranks = PartialPlan([[option] for option in options], budget_of(topology))
     for number, table in enumerate(tables):
         on_ranks.put(number, 0, np.asarray(plan.tables[table.full_name].ranks, dtype=np.intp))
@@ -163,8 +166,10 @@ def _cost(packed_tables: PartialPlan) -> PlanCost:
     parts = np.zeros((budget.num_ranks, len(TIME_PARTS)))
     for table, ranks in enumerate(packed_tables.ranks):
         option = packed_tables.option_of(table)
+        # A rank may have several shards of a table, of which an indexed `+=` would count only the last.
         np.add.at(parts, ranks, option.milliseconds_by_part[option.size_numbers])
-    if packed_tables.num_links < budget.num_ranks:  # ranks of a node wait for what all of them send
+    # On several nodes, ranks of a node wait for what all of them send.
+    if packed_tables.num_links < budget.num_ranks:
         node_times = parts[:, EXCHANGE_PARTS].reshape(packed_tables.num_links, budget.ranks_on_node, -1).sum(axis=1)
         parts[:, EXCHANGE_PARTS] = node_times.repeat(budget.ranks_on_node, axis=0)
     return PlanCost(

@@ -41,6 +41,7 @@ class Totals:
 
     def __init__(self, options: Options, budget: MemoryBudget) -> None:
         shape = (len(options), max(len(table_options) for table_options in options))
+        # Tables have unequal numbers of options; those that do not exist take infinite time, so that none is chosen.
         self.time, self.longest = np.full(shape, np.inf), np.full(shape, np.inf)
         self.device, self.host = np.zeros(shape), np.zeros(shape)
         num_ranks, num_links = budget.num_ranks, PartialPlan(options, budget).num_links
@@ -73,6 +74,8 @@ class Totals:
             prices, (self.device, self.host), (budget.device_bytes, budget.host_bytes), strict=True
         ):
             cost = cost + price * used / max(1.0, float(available.sum()))
+        # Added to costs of about 1: an option over the limit comes after all others, one of another type after those.
+        # Among them the shortest shard wins, so that every table has some option.
         cost = np.where(self.longest <= limit, cost, 1e12 + self.longest)
         if sharding_type:
             cost = np.where(self.with_type[sharding_type], cost, 1e24 + cost)
@@ -94,6 +97,7 @@ def proposals(options: Options, totals: Totals, budget: MemoryBudget) -> list[Pa
         for picks in product(*(range(len(table_options)) for table_options in options)):
             plans += pack(options, np.asarray(picks), budget)
         return sorted(plans, key=lambda plan: plan.critical_path)[:NUM_STARTS]
+    # Neighbouring prices often pick the same options, and packing these again would give the same plans.
     seen: set[bytes] = set()
     remaining_prices = NUM_PRICES
     for prices in _all_prices(budget):
@@ -102,6 +106,7 @@ def proposals(options: Options, totals: Totals, budget: MemoryBudget) -> list[Pa
             if picked.tobytes() not in seen:
                 seen.add(picked.tobytes())
                 plans += pack(options, picked, budget)
+        # Counted from the first price at which something fits: at lower ones the fast options need too much memory.
         remaining_prices -= bool(plans)
         if remaining_prices == 0:
             break
@@ -123,6 +128,7 @@ def _restrictions(totals: Totals) -> Iterator[tuple[float, str]]:
     """Yield limits on a shard's time, from none to the lower bound of a critical path; then each sharding type."""
     longest = totals.longest[np.isfinite(totals.longest)]
     lowest = max(totals.lower_bound, 1e-9)
+    # Slightly more than the limit, or rounding would exclude the shard that defines it.
     limits = np.geomspace(max(float(longest.max()), lowest), lowest, NUM_LIMITS) * (1 + 1e-9)
     yield from ((float(limit), "") for limit in limits)
     yield from ((float(limits[0]), kind) for kind in totals.with_type)
@@ -161,6 +167,7 @@ class Search:
     """Improves plans by moves. Moves are counted, not timed, so that equal input gives equal plans."""
 
     def __init__(self, options: Options, num_ranks: int, seed: int) -> None:
+        # A move takes longer with more tables and ranks: fewer of them keep the time of a search about equal.
         self._moves_left = max(8000, min(60_000, 12_000_000 // (len(options) + 8 * num_ranks)))
         self._max_failures = min(400, (4 if _has_few_combinations(options) else 60) * len(options))
         self._random = np.random.default_rng(seed)
@@ -174,6 +181,7 @@ class Search:
             tried = self._with_random_tables_moved(best)
             if tried is None:
                 self._moves_left -= 1
+            # A gain within rounding errors must not reset `failures`, or the search would go on without progress.
             elif self._polish(tried).critical_path < best.critical_path * (1 - 1e-9):
                 best, failures = tried, 0
         return best
@@ -182,6 +190,8 @@ class Search:
         """Move tables of the slowest rank, one by one, while that helps. Changes `plan`, and returns it."""
         while self._moves_left > 0 and self._move_one(plan):
             pass
+        # Each move adds and subtracts floats; without a recount their rounding errors would add up over thousands of
+        # moves.
         plan.recount()
         return plan
 
@@ -233,6 +243,7 @@ class Search:
         num_tables = len(changed.options)
         slowest = changed.tables_on_slowest()
         count = int(self._random.integers(2, 4 + min(num_tables, 4 + num_tables // 20)))
+        # Some come from the slowest rank, without whose tables no move shortens the critical path.
         few = min(len(slowest), 1 + count // 2)
         tables = set(self._random.choice(slowest, size=few, replace=False).tolist())
         tables |= set(self._random.integers(0, num_tables, size=count).tolist())
@@ -243,6 +254,7 @@ class Search:
             moves = sorted(self._moves_of(changed, table, unit), key=lambda move: move[1])
             if not moves:
                 return None
+            # geometric(0.8) takes the best move in four of five cases, and the next ones ever less often.
             _, _, number, ranks = moves[min(int(self._random.geometric(0.8)) - 1, len(moves) - 1)]
             changed.put(table, number, ranks)
         return changed
@@ -254,6 +266,7 @@ def _steepness(plan: PartialPlan, unit: float) -> float:
 
 def _is_better(move: tuple[float, float, int, Ranks], path: float, steepness: float) -> bool:
     """Return whether a move shortens the critical path, or keeps it and makes the ranks' times less steep."""
+    # The margins are above the rounding errors of a few thousand moves: without them two equal plans could alternate.
     if move[0] < path * (1 - 1e-9):
         return True
     return move[0] <= path * (1 + 1e-12) and move[1] < steepness * (1 - 1e-9)
