@@ -50,10 +50,8 @@ class ChunkedTensor:
         return ChunkedTensor(self.shape, self.dtype, copies)
 
     def read_into(self, chunks: Sequence[Chunk]) -> None:
-        """Copy this rank's chunks into `chunks` of the same tensor. Raises ValueError: they are other rectangles.
-
-        No other rank is asked, so that every one of `chunks` must be a chunk here.
-        """
+        """Copy this rank's chunks into `chunks` of the same tensor. Raises ValueError: they are other rectangles."""
+        # No other rank is asked, so that every one of `chunks` must be a chunk here.
         local_chunks = {chunk.box: chunk.tensor for chunk in self.chunks}
         for chunk in chunks:
             if chunk.box not in local_chunks:

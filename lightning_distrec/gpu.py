@@ -44,11 +44,9 @@ class HostCopy:
 
 @contextmanager
 def idle(device: torch.device) -> Iterator[None]:
-    """Wait for all streams of a device before and after the context: for rare moments, never in a step.
-
-    Lightning builds DistributedDataParallel on a new stream, which waits for no other and for which no other waits.
-    Source: DDPStrategy._setup_model.
-    """
+    """Wait for all streams of a device before and after the context: for rare moments, never in a step."""
+    # Lightning builds DistributedDataParallel on a new stream, which waits for no other and for which no other waits.
+    # Source: DDPStrategy._setup_model.
     if is_gpu(device):
         torch.cuda.synchronize(device)
     yield

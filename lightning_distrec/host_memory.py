@@ -29,8 +29,8 @@ def cgroup_limits(membership: str, root: Path) -> list[int]:
     """Return the bytes that this process's cgroup and those above it allow.
 
     membership: the text of /proc/self/cgroup. root: where cgroups are mounted.
-    A group's own limit may be lower than that of those above it, and theirs lower than its own: all of them hold.
     """
+    # A group's own limit may be lower than that of those above it, and theirs lower than its own: all of them hold.
     folders = {root: None, root / "memory": None}
     for line in membership.splitlines():
         number, _, entry = line.partition(":")

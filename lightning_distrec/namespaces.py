@@ -26,10 +26,8 @@ def refuse_other_namespace(instance: object) -> None:
 
 
 def refuse_other_callbacks(callbacks: Iterable[Any]) -> None:
-    """Raises ConfigError: a callback is one of pytorch_lightning's.
-
-    Lightning calls its hooks, but treats it as none of its own: a ModelCheckpoint is neither called last nor found by
-    `trainer.checkpoint_callbacks`, and an average of weights would not be one of shards.
-    """
+    """Raises ConfigError: a callback is one of pytorch_lightning's."""
+    # Lightning calls its hooks, but treats it as none of its own: a ModelCheckpoint is neither called last nor found
+    # by `trainer.checkpoint_callbacks`, and an average of weights would not be one of shards.
     for callback in callbacks:
         refuse_other_namespace(callback)

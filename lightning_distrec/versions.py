@@ -100,11 +100,10 @@ def markdown_table() -> str:
 
 
 def fbgemm_for(installed: Installed) -> str:
-    """Return the fbgemm package for the torch and this machine.
-
-    `fbgemm-gpu` needs a CUDA build of torch and, even to be imported, the NVIDIA driver. Where the driver is missing,
-    an installed `fbgemm-gpu` stays: a login node or an image may be set up for machines that have the driver.
-    """
+    """Return the fbgemm package for the torch and this machine."""
+    # `fbgemm-gpu` needs a CUDA build of torch and, even to be imported, the NVIDIA driver. Where the driver is
+    # missing, an installed `fbgemm-gpu` stays: a login node or an image may be set up for machines that have the
+    # driver.
     if installed.torch_build == "cuda" and (installed.has_nvidia_driver or list(installed.fbgemms) == ["fbgemm-gpu"]):
         return "fbgemm-gpu"
     return "fbgemm-gpu-cpu"

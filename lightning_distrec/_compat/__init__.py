@@ -10,11 +10,9 @@ import warnings
 
 
 def hide_upstream_deprecations() -> None:
-    """Hide the deprecation warnings that torchrec and lightning cause in torch; users cannot act on them.
-
-    Can go when torchrec no longer uses ShardedTensor, reduce_scatter_tensor, all_gather_into_tensor and is_fx_tracing,
-    and lightning no longer calls isinstance(..., LeafSpec).
-    """
+    """Hide the deprecation warnings that torchrec and lightning cause in torch; users cannot act on them."""
+    # Can go when torchrec no longer uses ShardedTensor, reduce_scatter_tensor, all_gather_into_tensor and
+    # is_fx_tracing, and lightning no longer calls isinstance(..., LeafSpec).
     for message in (
         "Please use DTensor instead and we are deprecating ShardedTensor",
         "`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",

@@ -11,10 +11,9 @@ from lightning_distrec._compat.patches import Patches
 
 
 def fbgemm_kernels(sharded: nn.Module) -> list[Any]:
-    """Return the FBGEMM modules that hold the fused tables of a sharded collection on this rank.
-
-    Source: ShardedEmbedding(Bag)Collection keeps its lookups in a plain list, `_lookups`, which modules() does not see.
-    """
+    """Return the FBGEMM modules that hold the fused tables of a sharded collection on this rank."""
+    # Source: ShardedEmbedding(Bag)Collection keeps its lookups in a plain list, `_lookups`, which modules() does not
+    # see.
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 
     lookups: list[nn.Module] = sharded._lookups  # type: ignore[assignment]
@@ -23,11 +22,9 @@ def fbgemm_kernels(sharded: nn.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def preserve_fbgemm_iterations(kernels: list[Any]) -> Iterator[None]:
-    """Restore the kernels' iteration counters on leaving the context.
-
-    Every forward increments them, evaluation included, and fused Adam computes its bias correction from them.
-    Source: `iter` and `iter_cpu` in fbgemm_gpu/split_table_batched_embeddings_ops_training.py, _forward_impl.
-    """
+    """Restore the kernels' iteration counters on leaving the context."""
+    # Every forward increments them, evaluation included, and fused Adam computes its bias correction from them.
+    # Source: `iter` and `iter_cpu` in fbgemm_gpu/split_table_batched_embeddings_ops_training.py, _forward_impl.
     counts = [(kernel, kernel.iter.clone(), kernel.iter_cpu.clone()) for kernel in kernels]
     try:
         yield

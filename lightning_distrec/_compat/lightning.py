@@ -22,10 +22,8 @@ DataFetcher = fetchers._DataFetcher
 
 
 def init_optimizers_and_schedulers(module: Any) -> tuple[list[Optimizer], list[Any]]:
-    """Call the module's configure_optimizers and return its unwrapped optimizers and its scheduler configs.
-
-    Source: lightning/pytorch/core/optimizer.py; Strategy.setup_optimizers calls the same function.
-    """
+    """Call the module's configure_optimizers and return its unwrapped optimizers and its scheduler configs."""
+    # Source: lightning/pytorch/core/optimizer.py; Strategy.setup_optimizers calls the same function.
     from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
 
     optimizers, schedulers = _init_optimizers_and_lr_schedulers(module)
@@ -40,10 +38,8 @@ def move_optimizers_to_device(optimizers: list[Optimizer], device: torch.device)
 
 
 def average_model(callback: Any) -> nn.Module | None:
-    """Return the averaged copy that WeightAveraging or StochasticWeightAveraging holds; None before its setup.
-
-    Source: lightning/pytorch/callbacks/weight_averaging.py and stochastic_weight_avg.py.
-    """
+    """Return the averaged copy that WeightAveraging or StochasticWeightAveraging holds; None before its setup."""
+    # Source: lightning/pytorch/callbacks/weight_averaging.py and stochastic_weight_avg.py.
     model: nn.Module | None = callback._average_model
     return model
 
@@ -54,20 +50,16 @@ def set_average_model(callback: Any, model: nn.Module) -> None:
 
 
 def unscales_in_step(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer unscales gradients inside of `step`, as torch's fused ones do.
-
-    Source: lightning/fabric/plugins/precision/amp.py.
-    """
+    """Return whether the optimizer unscales gradients inside of `step`, as torch's fused ones do."""
+    # Source: lightning/fabric/plugins/precision/amp.py.
     from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
 
     return bool(_optimizer_handles_unscaling(optimizer))
 
 
 def call_after_closure(plugin: Any, call: Callable[[], None]) -> Patches:
-    """Call `call` in each optimizer step after the closure and the hooks behind it, before the update.
-
-    Source: lightning/pytorch/plugins/precision/precision.py, whose subclasses call the same method.
-    """
+    """Call `call` in each optimizer step after the closure and the hooks behind it, before the update."""
+    # Source: lightning/pytorch/plugins/precision/precision.py, whose subclasses call the same method.
     after_closure = plugin._after_closure
 
     def called(*args: Any) -> None:
@@ -80,10 +72,8 @@ def call_after_closure(plugin: Any, call: Callable[[], None]) -> Patches:
 
 
 def set_device_and_mesh(module: Any, device: torch.device, mesh: Any) -> None:
-    """Set a LightningModule's `device` and `device_mesh`; its `to` would set the first, and move all tensors too.
-
-    Source: lightning/fabric/utilities/device_dtype_mixin.py, lightning/pytorch/core/module.py.
-    """
+    """Set a LightningModule's `device` and `device_mesh`; its `to` would set the first, and move all tensors too."""
+    # Source: lightning/fabric/utilities/device_dtype_mixin.py, lightning/pytorch/core/module.py.
     from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 
     _update_properties(module, device=device)
@@ -91,18 +81,14 @@ def set_device_and_mesh(module: Any, device: torch.device, mesh: Any) -> None:
 
 
 def wrapped_optimizers(strategy: Any) -> list[Any]:
-    """Return the LightningOptimizers of a strategy; their `zero_grad` is not that of the wrapped optimizer.
-
-    Source: lightning/pytorch/strategies/strategy.py, lightning/pytorch/core/optimizer.py.
-    """
+    """Return the LightningOptimizers of a strategy; their `zero_grad` is not that of the wrapped optimizer."""
+    # Source: lightning/pytorch/strategies/strategy.py, lightning/pytorch/core/optimizer.py.
     return list(strategy._lightning_optimizers)
 
 
 def train_dataloaders(trainer: Any) -> Any:
-    """Return the training dataloaders, requested once more as Lightning does; None where there are none.
-
-    Source: lightning/pytorch/loops/fit_loop.py, setup_data.
-    """
+    """Return the training dataloaders, requested once more as Lightning does; None where there are none."""
+    # Source: lightning/pytorch/loops/fit_loop.py, setup_data.
     from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 
     source = trainer.fit_loop._data_source
@@ -110,10 +96,8 @@ def train_dataloaders(trainer: Any) -> Any:
 
 
 def given_train_loaders(trainer: Any) -> Any:
-    """Return the training dataloaders that `fit` was given; None where a hook makes them.
-
-    Source: lightning/pytorch/trainer/connectors/data_connector.py, attach_dataloaders.
-    """
+    """Return the training dataloaders that `fit` was given; None where a hook makes them."""
+    # Source: lightning/pytorch/trainer/connectors/data_connector.py, attach_dataloaders.
     instance = trainer.fit_loop._data_source.instance
     return None if hasattr(instance, "train_dataloader") else instance
 
@@ -130,13 +114,11 @@ def loader_states(combined_loader: Any) -> list[dict[str, Any]]:
 
 
 def override_loader_states(combined_loader: Any, states: Callable[[], list[dict[str, Any]]] | None) -> None:
-    """Save the states that `states` returns in checkpoints, in place of the loaders' own; None undoes it.
-
-    Upstream asks the loaders when a checkpoint is saved. With batches in flight they are ahead of the module, and a
-    resumed fit would skip these batches. The method is written into the instance's `__dict__`, so that no other
-    CombinedLoader changes. Can go when Lightning lets a fetcher provide the states.
-    Source: lightning/pytorch/loops/fit_loop.py.
-    """
+    """Save the states that `states` returns in checkpoints, in place of the loaders' own; None undoes it."""
+    # Upstream asks the loaders when a checkpoint is saved. With batches in flight they are ahead of the module, and a
+    # resumed fit would skip these batches. The method is written into the instance's `__dict__`, so that no other
+    # CombinedLoader changes. Can go when Lightning lets a fetcher provide the states.
+    # Source: lightning/pytorch/loops/fit_loop.py.
     if states is not None:
         combined_loader._state_dicts = states
     else:
@@ -144,14 +126,12 @@ def override_loader_states(combined_loader: Any, states: Callable[[], list[dict[
 
 
 def replace_fetchers(trainer: Any, make: Callable[[Any], Any]) -> Patches:
-    """Let the trainer's loops take their data fetchers from `make`, called with a stage.
-
-    Upstream chooses among its own fetchers, which draw one batch ahead and cannot prepare lookups. A step that takes a
-    dataloader_iter keeps upstream's choice. The loops read `_select_data_fetcher` from the globals of their modules, so
-    it is replaced there; other trainers get upstream's choice.
-    Can go when a Trainer or a strategy can be given a fetcher.
-    Source: lightning/pytorch/loops/utilities.py.
-    """
+    """Let the trainer's loops take their data fetchers from `make`, called with a stage."""
+    # Upstream chooses among its own fetchers, which draw one batch ahead and cannot prepare lookups. A step that
+    # takes a dataloader_iter keeps upstream's choice. The loops read `_select_data_fetcher` from the globals of their
+    # modules, so it is replaced there; other trainers get upstream's choice.
+    # Can go when a Trainer or a strategy can be given a fetcher.
+    # Source: lightning/pytorch/loops/utilities.py.
     from lightning.pytorch.loops import evaluation_loop, fit_loop, prediction_loop
 
     original = fit_loop.__dict__["_select_data_fetcher"]
@@ -169,12 +149,11 @@ def replace_fetchers(trainer: Any, make: Callable[[Any], Any]) -> Patches:
 
 
 def skip_transfer_hook_when(module: Any, is_done: Callable[[Any], bool]) -> Patches:
-    """Skip the user's on_before_batch_transfer for batches for which `is_done` returns True.
-
-    Upstream: every loop calls it just before Strategy.batch_to_device. Batches in flight have been through it when they
-    were fetched; a second call would transform them twice. Can go when fetchers can move batches to the device.
-    Source: lightning/pytorch/core/module.py.
-    """
+    """Skip the user's on_before_batch_transfer for batches for which `is_done` returns True."""
+    # Upstream: every loop calls it just before Strategy.batch_to_device. Batches in flight have been through it when
+    # they were fetched; a second call would transform them twice. Can go when fetchers can move batches to the
+    # device.
+    # Source: lightning/pytorch/core/module.py.
     hook = module._on_before_batch_transfer
 
     def once(batch: Any, dataloader_idx: int = 0) -> Any:
@@ -195,11 +174,11 @@ def override_environment_choice(is_ours: Callable[[Any], bool], choose: Callable
 
     is_ours: gets the strategy's name, or the strategy. An environment that the user passes as a plugin stays, and so
     does everything for other strategies.
-    Upstream chooses by the first environment whose `detect` is True, before it creates the strategy, and some of them
-    raise in their constructor, so that a strategy cannot correct the choice later.
-    Can go when Lightning lets a strategy choose its environment.
-    Source: lightning/pytorch/trainer/connectors/accelerator_connector.py, `_choose_and_init_cluster_environment`.
     """
+    # Upstream chooses by the first environment whose `detect` is True, before it creates the strategy, and some of
+    # them raise in their constructor, so that a strategy cannot correct the choice later.
+    # Can go when Lightning lets a strategy choose its environment.
+    # Source: lightning/pytorch/trainer/connectors/accelerator_connector.py, `_choose_and_init_cluster_environment`.
     from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
     original = _AcceleratorConnector._choose_and_init_cluster_environment
@@ -224,14 +203,14 @@ def stop_between_steps(trainer: Any, record: Callable[[bool], None], leave: Call
 
     record: gets True for the signal by which Slurm requeues a job, False for SIGTERM.
     leave: returns the exit code with which the process is to end, or None to go on.
-    Upstream: the handlers run collectives (a broadcast, saving) inside of the signal, wherever the rank is, so that
-    ranks that are hit at different points deadlock; and the training loop broadcasts rank 0's flag at every step and
-    waits for it. Ours agree with the control message that each step has anyway.
-    Can go when Lightning's signal handlers only set a flag and its loop asks the strategy about it.
-    Source: lightning/pytorch/loops/training_epoch_loop.py, `advance`, and
-    lightning/pytorch/trainer/connectors/signal_connector.py, whose `register_signal_handlers` runs after the strategy's
-    setup.
     """
+    # Upstream: the handlers run collectives (a broadcast, saving) inside of the signal, wherever the rank is, so that
+    # ranks that are hit at different points deadlock; and the training loop broadcasts rank 0's flag at every step
+    # and waits for it. Ours agree with the control message that each step has anyway.
+    # Can go when Lightning's signal handlers only set a flag and its loop asks the strategy about it.
+    # Source: lightning/pytorch/loops/training_epoch_loop.py, `advance`, and
+    # lightning/pytorch/trainer/connectors/signal_connector.py, whose `register_signal_handlers` runs after the
+    # strategy's setup.
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
     connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
@@ -261,19 +240,16 @@ def stop_between_steps(trainer: Any, record: Callable[[bool], None], leave: Call
 
 
 def batches_that_stepped(trainer: Any) -> int:
-    """Return the step, counted from 0, that Lightning's loggers get for the batch in progress.
-
-    Source: lightning/pytorch/loops/training_epoch_loop.py; LearningRateMonitor uses it in the same way.
-    """
+    """Return the step, counted from 0, that Lightning's loggers get for the batch in progress."""
+    # Source: lightning/pytorch/loops/training_epoch_loop.py; LearningRateMonitor uses it in the same way.
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def show_in_progress_bar(trainer: Any, name: str, value: str) -> None:
-    """Show `value` among the metrics of the progress bar.
-
-    `LightningModule.log(prog_bar=True)` would create a tensor on the device and read it back, which waits for the GPU.
-    Source: lightning/pytorch/trainer/connectors/logger_connector/logger_connector.py, progress_bar_metrics.
-    """
+    """Show `value` among the metrics of the progress bar."""
+    # `LightningModule.log(prog_bar=True)` would create a tensor on the device and read it back, which waits for the
+    # GPU.
+    # Source: lightning/pytorch/trainer/connectors/logger_connector/logger_connector.py, progress_bar_metrics.
     trainer._logger_connector._progress_bar_metrics[name] = value
 
 
@@ -296,15 +272,13 @@ _OF_MODULES = {name: getattr(LightningModule, name) for name in EMPTY_HOOKS}
 
 
 def call_overridden_hooks(trainer: Any) -> Patches:
-    """Let the trainer's loops call hooks that somebody overrides, and build no context without a profiler.
-
-    A step has 22 hooks. Upstream formats a log line for each, enters a generator for the profiler, and sets the hook's
-    name on the module, for `self.log`, through nn.Module's __setattr__, whether or not the hook does anything. Here
-    the name is written past __setattr__, and a hook that is Lightning's own empty one is left out; nothing else
-    differs. With another profiler, or where that log is at level DEBUG now, upstream's functions run.
-    Source: lightning/pytorch/trainer/call.py; _build_kwargs in lightning/pytorch/loops/training_epoch_loop.py, which
-    inspects the signature of training_step in every step. Can go when Lightning does so.
-    """
+    """Let the trainer's loops call hooks that somebody overrides, and build no context without a profiler."""
+    # A step has 22 hooks. Upstream formats a log line for each, enters a generator for the profiler, and sets the
+    # hook's name on the module, for `self.log`, through nn.Module's __setattr__, whether or not the hook does
+    # anything. Here the name is written past __setattr__, and a hook that is Lightning's own empty one is left out;
+    # nothing else differs. With another profiler, or where that log is at level DEBUG now, upstream's functions run.
+    # Source: lightning/pytorch/trainer/call.py; _build_kwargs in lightning/pytorch/loops/training_epoch_loop.py,
+    # which inspects the signature of training_step in every step. Can go when Lightning does so.
     patches = Patches()
     if type(trainer.profiler) is not PassThroughProfiler or call.log.isEnabledFor(logging.DEBUG):
         return patches

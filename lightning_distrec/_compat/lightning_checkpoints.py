@@ -16,12 +16,12 @@ def resume_from(trainer: Any, find: Callable[[Any], str | None]) -> Patches:
     """Let a fit resume from the checkpoint that `find` returns; None: do as `ckpt_path` says.
 
     find: gets the ckpt_path, None if the user has given none.
-    Upstream resumes from the newest `hpc_ckpt_*` in the folder, whichever job wrote it, where it detects Slurm. That is
-    wrong for a new job in an old folder, and for jobs that restart without Slurm. `_hpc_resume_path` is a property,
-    which an instance cannot override, so the connector's `__class__` is replaced by a subclass.
-    Can go when Lightning asks the strategy or the environment for the checkpoint to resume from.
-    Source: lightning/pytorch/trainer/connectors/checkpoint_connector.py, `_select_ckpt_path`, which fit calls once.
     """
+    # Upstream resumes from the newest `hpc_ckpt_*` in the folder, whichever job wrote it, where it detects Slurm.
+    # That is wrong for a new job in an old folder, and for jobs that restart without Slurm. `_hpc_resume_path` is a
+    # property, which an instance cannot override, so the connector's `__class__` is replaced by a subclass.
+    # Can go when Lightning asks the strategy or the environment for the checkpoint to resume from.
+    # Source: lightning/pytorch/trainer/connectors/checkpoint_connector.py, `_select_ckpt_path`, which fit calls once.
     patches, connector = Patches(), trainer._checkpoint_connector
     patches.replace_class(connector, _Resumes)
     patches.replace(connector, "find", find)
@@ -30,22 +30,18 @@ def resume_from(trainer: Any, find: Callable[[Any], str | None]) -> Patches:
 
 
 def resumed_path(trainer: Any) -> str | None:
-    """Return the checkpoint that the fit in progress resumes from, also before it is loaded; None for none.
-
-    Upstream hands the path from function to function, and sets `trainer.ckpt_path` when it loads, after set-up. It is
-    known to the connector of `resume_from` alone.
-    """
+    """Return the checkpoint that the fit in progress resumes from, also before it is loaded; None for none."""
+    # Upstream hands the path from function to function, and sets `trainer.ckpt_path` when it loads, after set-up. It
+    # is known to the connector of `resume_from` alone.
     path = getattr(trainer._checkpoint_connector, "chosen_path", None)
     return None if path is None else str(path)
 
 
 def update_plateaus_of_this_epoch(trainer: Any) -> None:
-    """Let the fit loop update ReduceLROnPlateau at the end of the epoch that it has resumed in.
-
-    Upstream leaves them out there, since their metrics are not in checkpoints. The public setter sets it for the loops
-    inside, too, and to True where a fit is limited by steps.
-    Source: lightning/pytorch/loops/fit_loop.py, `on_advance_end`, which alone reads it after an epoch has begun.
-    """
+    """Let the fit loop update ReduceLROnPlateau at the end of the epoch that it has resumed in."""
+    # Upstream leaves them out there, since their metrics are not in checkpoints. The public setter sets it for the
+    # loops inside, too, and to True where a fit is limited by steps.
+    # Source: lightning/pytorch/loops/fit_loop.py, `on_advance_end`, which alone reads it after an epoch has begun.
     trainer.fit_loop._restarting = False
 
 
@@ -76,11 +72,11 @@ def read_folders_too(is_folder: Callable[[Any], bool], read: Callable[[Any, bool
 
     is_folder: whether a path is one. read: returns its content: optimizers' state too if the second argument is
     True; values of any type, whose code is run, if the third is: the user's weights_only=False.
-    Upstream opens the path as a file, in `load_from_checkpoint` and in the CheckpointIO of any strategy. Both have
-    their loader in the globals of their modules, so it is replaced there.
-    Can go when Lightning lets a checkpoint's format choose its reader.
-    Source: lightning/pytorch/core/saving.py, lightning/fabric/plugins/io/torch_io.py.
     """
+    # Upstream opens the path as a file, in `load_from_checkpoint` and in the CheckpointIO of any strategy. Both have
+    # their loader in the globals of their modules, so it is replaced there.
+    # Can go when Lightning lets a checkpoint's format choose its reader.
+    # Source: lightning/pytorch/core/saving.py, lightning/fabric/plugins/io/torch_io.py.
     from lightning.fabric.plugins.io import torch_io
     from lightning.pytorch.core import saving
 
@@ -105,12 +101,12 @@ def upload_folders_too(is_checkpoint: Callable[[Path], bool]) -> Patches:
     """Let loggers with log_model upload our folders wherever they upload a file.
 
     is_checkpoint: whether a path is a complete checkpoint, a file or a folder; it waits for one that is being written.
-    Upstream keeps the paths whose `Path(path).is_file()` is True, so `Path` is replaced in its module, which uses it
-    for nothing else. MLflow's log_artifact and litlogger's Model take folders; W&B's add_file does not.
-    Can go when Lightning's loggers take folders.
-    Source: lightning/pytorch/loggers/utilities.py, `_scan_checkpoints`, which mlflow.py, wandb.py and litlogger.py use;
-    lightning/pytorch/loggers/wandb.py, `_scan_and_log_checkpoints`.
     """
+    # Upstream keeps the paths whose `Path(path).is_file()` is True, so `Path` is replaced in its module, which uses
+    # it for nothing else. MLflow's log_artifact and litlogger's Model take folders; W&B's add_file does not.
+    # Can go when Lightning's loggers take folders.
+    # Source: lightning/pytorch/loggers/utilities.py, `_scan_checkpoints`, which mlflow.py, wandb.py and litlogger.py
+    # use; lightning/pytorch/loggers/wandb.py, `_scan_and_log_checkpoints`.
     from lightning.pytorch.loggers import utilities
     from lightning.pytorch.loggers.wandb import WandbLogger
 

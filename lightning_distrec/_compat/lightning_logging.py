@@ -61,16 +61,15 @@ class _Results(_ResultCollection):
 
 
 def log_at_less_python(trainer: Any) -> Patches:
-    """Let `self.log` in training steps of this trainer check once what does not change from call to call.
-
-    Upstream checks arguments, inspects the signature of training_step, builds and compares the value's metadata and
-    moves its state to the device, by several walks through collections, at each call. Here the first call with the
-    same arguments in the same hook is upstream's, as is any call whose value is of another kind, type or device; the
-    others make the same tensor and add it up by the same operations. A `log` that somebody else has replaced stays.
-    Source: LightningModule.log in lightning/pytorch/core/module.py; _ResultCollection and _ResultMetric in
-    lightning/pytorch/trainer/connectors/logger_connector/result.py; Metric._wrap_update in torchmetrics/metric.py.
-    Can go when Lightning does so.
-    """
+    """Let `self.log` in training steps of this trainer check once what does not change from call to call."""
+    # Upstream checks arguments, inspects the signature of training_step, builds and compares the value's metadata and
+    # moves its state to the device, by several walks through collections, at each call. Here the first call with the
+    # same arguments in the same hook is upstream's, as is any call whose value is of another kind, type or device;
+    # the others make the same tensor and add it up by the same operations. A `log` that somebody else has replaced
+    # stays.
+    # Source: LightningModule.log in lightning/pytorch/core/module.py; _ResultCollection and _ResultMetric in
+    # lightning/pytorch/trainer/connectors/logger_connector/result.py; Metric._wrap_update in torchmetrics/metric.py.
+    # Can go when Lightning does so.
     patches = Patches()
     if LightningModule.log not in (_upstream_log, _log):
         return patches

@@ -14,28 +14,22 @@ Note = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
 
 
 def rows_and_values(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return row numbers and values of a table's sparse gradient, in which rows may occur more than once.
-
-    The public methods refuse uncoalesced gradients, and coalescing sorts them.
-    """
+    """Return row numbers and values of a table's sparse gradient, in which rows may occur more than once."""
+    # The public methods refuse uncoalesced gradients, and coalescing sorts them.
     return gradient._indices()[0], gradient._values()
 
 
 def mark_coalesced(gradient: torch.Tensor, num_rows: int) -> None:
-    """Mark a sparse gradient as coalesced if it has just `num_rows` entries.
-
-    Accumulating a sparse gradient forgets that it is coalesced, and who needs it so sorts it again, for which the host
-    waits for a GPU. Source: torch/csrc/autograd/functions/accumulate_grad.h.
-    """
+    """Mark a sparse gradient as coalesced if it has just `num_rows` entries."""
+    # Accumulating a sparse gradient forgets that it is coalesced, and who needs it so sorts it again, for which the
+    # host waits for a GPU. Source: torch/csrc/autograd/functions/accumulate_grad.h.
     if gradient.is_sparse and gradient._nnz() == num_rows:
         gradient._coalesced_(True)
 
 
 def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the dense tensors that hold a tensor's memory, which alone can be recorded on a stream.
-
-    The public methods of a sparse tensor refuse one that is not coalesced.
-    """
+    """Return the dense tensors that hold a tensor's memory, which alone can be recorded on a stream."""
+    # The public methods of a sparse tensor refuse one that is not coalesced.
     if tensor.layout == torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -48,20 +42,16 @@ def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def local_offsets(tensor: Any) -> tuple[int, ...]:
-    """Return the offsets of this rank's local tensor within a DTensor, one per dim.
-
-    Source: torch/distributed/tensor/_utils.py.
-    """
+    """Return the offsets of this rank's local tensor within a DTensor, one per dim."""
+    # Source: torch/distributed/tensor/_utils.py.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
 
 
 def is_first_replica(tensor: Any) -> bool:
-    """Return whether a ShardedTensor is of the group of ranks with rank 0; others have replicas of its shards.
-
-    Source: torch/distributed/_shard/sharded_tensor/api.py.
-    """
+    """Return whether a ShardedTensor is of the group of ranks with rank 0; others have replicas of its shards."""
+    # Source: torch/distributed/_shard/sharded_tensor/api.py.
     return 0 in torch.distributed.get_process_group_ranks(tensor._process_group)
 
 
@@ -69,10 +59,10 @@ def watch_operations(note: Note) -> AbstractContextManager[Any]:
     """Call `note` after each operation that torch dispatches inside of the context, below autograd and autocast.
 
     note: gets the operation, its arguments, and what it returned; what it runs itself is not watched.
-    What torch.compile has compiled runs without it: a mode that does not ignore compile's internals makes torch give
-    up for good on any function that is first called inside of it.
-    Source: torch/utils/_python_dispatch.py.
     """
+    # What torch.compile has compiled runs without it: a mode that does not ignore compile's internals makes torch
+    # give up for good on any function that is first called inside of it.
+    # Source: torch/utils/_python_dispatch.py.
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Watch(TorchDispatchMode):
@@ -138,10 +128,8 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def replace_calls(module: nn.Module, call: Callable[..., Any]) -> Patches:
-    """Let calls of a module go to `call`, past its forward and its hooks.
-
-    Source: torch/nn/modules/module.py, `_wrapped_call_impl`, by which nn.Module.compile does the same.
-    """
+    """Let calls of a module go to `call`, past its forward and its hooks."""
+    # Source: torch/nn/modules/module.py, `_wrapped_call_impl`, by which nn.Module.compile does the same.
     patches = Patches()
     patches.replace(module, "_compiled_call_impl", call)
     return patches

@@ -15,12 +15,10 @@ from lightning_distrec._compat.patches import Patches
 
 
 def share_hooks(original: nn.Module, module: nn.Module) -> None:
-    """Share the forward and backward hooks of `original` with `module`, including those registered or removed later.
-
-    The dicts themselves are shared, by writes into `__dict__` that nn.Module.__setattr__ does not see: the handles that
-    `register_...` returned refer to them, so that a handle removes a hook from both modules.
-    Source: torch/nn/modules/module.py.
-    """
+    """Share the forward and backward hooks of `original` with `module`, including those registered or removed later."""
+    # The dicts themselves are shared, by writes into `__dict__` that nn.Module.__setattr__ does not see: the handles
+    # that `register_...` returned refer to them, so that a handle removes a hook from both modules.
+    # Source: torch/nn/modules/module.py.
     for name, value in vars(original).items():
         if name.startswith(("_forward", "_backward", "_is_full_backward")):
             module.__dict__[name] = value
@@ -42,13 +40,11 @@ _HOOKS_AFTER = attrgetter("_post_accumulate_grad_hooks")
 
 
 def watch_total_norm(check: Callable[[list[torch.Tensor]], None]) -> Patches:
-    """Call `check` with the gradients whose norm torch.nn.utils.clip_grad_norm_ is about to take.
-
-    Upstream takes the norm of this rank's shards alone, without a word; `check` can refuse. Users import the function
-    itself, so it is `_get_total_norm`, which it reads from its module's globals, that is replaced.
-    Can go when our parameters are DTensors throughout, whose norms torch takes over all ranks.
-    Source: torch/nn/utils/clip_grad.py.
-    """
+    """Call `check` with the gradients whose norm torch.nn.utils.clip_grad_norm_ is about to take."""
+    # Upstream takes the norm of this rank's shards alone, without a word; `check` can refuse. Users import the
+    # function itself, so it is `_get_total_norm`, which it reads from its module's globals, that is replaced.
+    # Can go when our parameters are DTensors throughout, whose norms torch takes over all ranks.
+    # Source: torch/nn/utils/clip_grad.py.
     from torch.nn.utils import clip_grad
 
     original = clip_grad._get_total_norm
@@ -64,20 +60,16 @@ def watch_total_norm(check: Callable[[list[torch.Tensor]], None]) -> Patches:
 
 
 def ignore_in_ddp(module: nn.Module, names: list[str]) -> None:
-    """Make a later DistributedDataParallel(module) neither broadcast nor reduce the tensors with these names.
-
-    Source: torch/nn/parallel/distributed.py; torchrec's DefaultDataParallelWrapper does the same.
-    """
+    """Make a later DistributedDataParallel(module) neither broadcast nor reduce the tensors with these names."""
+    # Source: torch/nn/parallel/distributed.py; torchrec's DefaultDataParallelWrapper does the same.
     from torch.nn.parallel import DistributedDataParallel
 
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
 
 
 def broadcast_module_states(module: nn.Module, ignore: list[str]) -> None:
-    """Collective. Broadcast rank 0's parameters and buffers to all ranks, except those named in `ignore`.
-
-    Source: torch/distributed/utils.py; DDPStrategy.setup calls it for evaluation, and would overwrite shards.
-    """
+    """Collective. Broadcast rank 0's parameters and buffers to all ranks, except those named in `ignore`."""
+    # Source: torch/distributed/utils.py; DDPStrategy.setup calls it for evaluation, and would overwrite shards.
     from torch.distributed.distributed_c10d import _get_default_group
     from torch.distributed.utils import _sync_module_states
 
@@ -90,10 +82,8 @@ def is_view(tensor: torch.Tensor) -> bool:
 
 
 def apply_to_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replace every parameter and buffer of a module by `function` of it, as Module.to does.
-
-    Source: torch/nn/modules/module.py; FSDP2 overrides it to keep its state of the parameters up to date.
-    """
+    """Replace every parameter and buffer of a module by `function` of it, as Module.to does."""
+    # Source: torch/nn/modules/module.py; FSDP2 overrides it to keep its state of the parameters up to date.
     module._apply(function)
 
 
@@ -105,20 +95,16 @@ def default_store() -> Any:
 
 
 def abort_process_groups() -> None:
-    """Give up the collectives of all NCCL groups, whose peers may be gone; the groups can be destroyed then.
-
-    Source: torch/distributed/distributed_c10d.py; not for gloo. Can go when torch has a public name for it.
-    """
+    """Give up the collectives of all NCCL groups, whose peers may be gone; the groups can be destroyed then."""
+    # Source: torch/distributed/distributed_c10d.py; not for gloo. Can go when torch has a public name for it.
     from torch.distributed.distributed_c10d import _abort_process_group
 
     _abort_process_group()
 
 
 def collective_counts() -> list[int]:
-    """Return how many collectives this process has started in each of its process groups, oldest group first.
-
-    Source: torch/distributed/distributed_c10d.py; backends keep these counters to compare ranks by them.
-    """
+    """Return how many collectives this process has started in each of its process groups, oldest group first."""
+    # Source: torch/distributed/distributed_c10d.py; backends keep these counters to compare ranks by them.
     from torch.distributed.distributed_c10d import _world
 
     groups: list[Any] = list(_world.pg_map)
@@ -130,10 +116,11 @@ def order_backward(outputs: list[torch.Tensor], since: int, first: int) -> int:
 
     since: what `next_backward_number` returned before they were created. first: the first of their new numbers.
     Returns how many numbers, counted from `first`, are used.
-    Among the nodes that are ready, autograd runs the one with the highest sequence number, so that the nodes created
-    last run first. Lookups are created first, and their gradients, which other ranks wait for, would be sent last.
-    Source: torch/csrc/autograd/python_cpp_function.h, since torch 2.2; engine.cpp, CompareNodeTaskTime.
     """
+    # Among the nodes that are ready, autograd runs the one with the highest sequence number, so that the nodes
+    # created last run first. Lookups are created first, and their gradients, which other ranks wait for, would be
+    # sent last.
+    # Source: torch/csrc/autograd/python_cpp_function.h, since torch 2.2; engine.cpp, CompareNodeTaskTime.
     nodes: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
     num_used = 0
     while nodes:
@@ -147,18 +134,14 @@ def order_backward(outputs: list[torch.Tensor], since: int, first: int) -> int:
 
 
 def profiler_runs() -> bool:
-    """Return whether a profiler of torch records; takes a tenth of a microsecond.
-
-    Source: torch/autograd/profiler.py, whose record_function looks for a profiler only after it has called C++.
-    """
+    """Return whether a profiler of torch records; takes a tenth of a microsecond."""
+    # Source: torch/autograd/profiler.py, whose record_function looks for a profiler only after it has called C++.
     return profiler._is_profiler_enabled
 
 
 def saved_tensors_are_hooked() -> bool:
-    """Return whether saved-tensor hooks are active, as inside of torch.utils.checkpoint(use_reentrant=False).
-
-    Source: torch/csrc/autograd/saved_variable_hooks.h; torch.autograd.graph.saved_tensors_hooks sets them.
-    """
+    """Return whether saved-tensor hooks are active, as inside of torch.utils.checkpoint(use_reentrant=False)."""
+    # Source: torch/csrc/autograd/saved_variable_hooks.h; torch.autograd.graph.saved_tensors_hooks sets them.
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
@@ -189,10 +172,8 @@ _VERSION = attrgetter("_version")
 def register_container(
     kind: type, flatten: Callable[[Any], tuple[list[Any], Any]], unflatten: Callable[[Iterable[Any], Any], Any]
 ) -> None:
-    """Register a container type with torch's pytree, which looks containers up by their exact type.
-
-    Source: torch/utils/_pytree.py, which torchrec registers its own containers with.
-    """
+    """Register a container type with torch's pytree, which looks containers up by their exact type."""
+    # Source: torch/utils/_pytree.py, which torchrec registers its own containers with.
     from torch.utils._pytree import register_pytree_node
 
     register_pytree_node(kind, flatten, unflatten)
@@ -200,10 +181,8 @@ def register_container(
 
 @contextmanager
 def sizes_from_zero() -> Iterator[None]:
-    """Let torch.export give free sizes no lower limit than 0; otherwise its programs refuse a batch of one.
-
-    Source: torch/fx/experimental/_config.py.
-    """
+    """Let torch.export give free sizes no lower limit than 0; otherwise its programs refuse a batch of one."""
+    # Source: torch/fx/experimental/_config.py.
     from torch.fx.experimental import _config
 
     with _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
@@ -216,10 +195,8 @@ def in_backward() -> bool:
 
 
 def current_backward() -> int:
-    """Return a number of the backward that this thread is running, which no other has; -1: it runs none.
-
-    Source: torch/csrc/autograd/python_autograd.cpp; torch.autograd.graph uses it too.
-    """
+    """Return a number of the backward that this thread is running, which no other has; -1: it runs none."""
+    # Source: torch/csrc/autograd/python_autograd.cpp; torch.autograd.graph uses it too.
     return int(torch._C._current_graph_task_id())  # type: ignore[attr-defined]
 
 
@@ -232,8 +209,8 @@ def watch_collectives(
     function, which is called once the collective is complete: for an asynchronous one of gloo, in gloo's thread.
     Functions that this torch lacks are skipped. Seen are calls that read the function from torch.distributed at the
     time of the call, as torchrec and Lightning do; calls from torch's C++ (DistributedDataParallel) are not.
-    torch has no hook for this short of its profiler, which costs more than a step; can go when it has one.
     """
+    # torch has no hook for this short of its profiler, which costs more than a step; can go when it has one.
     import torch.distributed as dist
 
     patches = Patches()
@@ -270,10 +247,8 @@ without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
 def use_foreach_for(kind: type[torch.Tensor]) -> None:
-    """Let optimizers take their foreach form for parameters of this class too, as for Parameter itself.
-
-    They compare exact types. Source: torch/optim/optimizer.py.
-    """
+    """Let optimizers take their foreach form for parameters of this class too, as for Parameter itself."""
+    # They compare exact types. Source: torch/optim/optimizer.py.
     from torch.optim.optimizer import _foreach_supported_types
 
     if kind not in _foreach_supported_types:

@@ -15,10 +15,8 @@ from torch.distributed.tensor import DTensor
 
 
 def sharded_and_unsharded_parameters(module: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield (sharded parameter, FSDPParam) for the parameters of an FSDP module that were unsharded at least once.
-
-    Source: torch/distributed/fsdp/_fully_shard; torch 2.11 has one parameter group per module, later ones several.
-    """
+    """Yield (sharded parameter, FSDPParam) for the parameters of an FSDP module that were unsharded at least once."""
+    # Source: torch/distributed/fsdp/_fully_shard; torch 2.11 has one parameter group per module, later ones several.
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     for group in filter(None, groups):
@@ -44,10 +42,9 @@ def unsharded_parameter(fsdp_param: Any) -> Any:
 
 
 def reset_after_failure(module: Any) -> None:
-    """Reset the FSDP state of a root module after a step that failed halfway; does nothing before torch 2.13.
-
-    Source: torch/distributed/fsdp/_fully_shard, FSDPModule.reset_iter_state. A module that never ran is not yet a root.
-    """
+    """Reset the FSDP state of a root module after a step that failed halfway; does nothing before torch 2.13."""
+    # Source: torch/distributed/fsdp/_fully_shard, FSDPModule.reset_iter_state. A module that never ran is not yet a
+    # root.
     reset = getattr(module, "reset_iter_state", None)
     if reset is not None and module._get_fsdp_state()._is_root:
         reset()
@@ -60,10 +57,8 @@ def class_before_fully_shard(module: nn.Module) -> type[nn.Module]:
 
 
 def without_fully_shard(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a module's attributes without those that fully_shard added: its state, and hooks around forward.
-
-    Source: torch/distributed/_composable/contract.py, torch/distributed/fsdp/_fully_shard/_fsdp_state.py.
-    """
+    """Return a module's attributes without those that fully_shard added: its state, and hooks around forward."""
+    # Source: torch/distributed/_composable/contract.py, torch/distributed/fsdp/_fully_shard/_fsdp_state.py.
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 
     attributes = {key: value for key, value in state.items() if key not in (REGISTRY_KEY, STATE_KEY)}
@@ -74,11 +69,9 @@ def without_fully_shard(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def drop_state_dict_hooks(module: nn.Module) -> None:
-    """Remove the hooks around state_dict and load_state_dict that fully_shard registered on a module.
-
-    They all-gather and reshard parameters, and a deep copy without FSDP state cannot do that.
-    Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py.
-    """
+    """Remove the hooks around state_dict and load_state_dict that fully_shard registered on a module."""
+    # They all-gather and reshard parameters, and a deep copy without FSDP state cannot do that.
+    # Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py.
     for hooks in (module._state_dict_pre_hooks, module._load_state_dict_pre_hooks):
         for key in [key for key, hook in hooks.items() if _belongs_to_fully_shard(getattr(hook, "hook", hook))]:
             del hooks[key]
@@ -89,8 +82,8 @@ def undo_fully_shard(module: Any, package: str, attributes: Iterable[str]) -> No
 
     package: hooks whose functions are defined in it go too, and so do these attributes of the instance. A module that
     fully_shard was not called with may have hooks of it, for its parameters.
-    Source: torch/distributed/_composable_state.py, torch/distributed/fsdp/_fully_shard.
     """
+    # Source: torch/distributed/_composable_state.py, torch/distributed/fsdp/_fully_shard.
     from torch.distributed._composable_state import _module_state_mapping
 
     drop_state_dict_hooks(module)
@@ -120,10 +113,8 @@ def _belongs_to_fully_shard(hook: Any) -> bool:
 
 
 def draw_dtensors_with(draw: Any) -> Callable[[], None]:
-    """Let `draw(operator, args, options)` do random operators on DTensors; returns an undo.
-
-    On CPUs every rank would draw the same values for its shard. Source: torch/distributed/tensor/_dispatch.py.
-    """
+    """Let `draw(operator, args, options)` do random operators on DTensors; returns an undo."""
+    # On CPUs every rank would draw the same values for its shard. Source: torch/distributed/tensor/_dispatch.py.
     dispatcher: Any = DTensor._op_dispatcher
     handlers = dispatcher._custom_op_handlers
     original_handlers = dict(handlers)
@@ -169,8 +160,8 @@ def chunk_locations(metadata: Any) -> Iterator[tuple[str, str, int, int]]:
     """Yield the tensor's name, file, offset and length of each chunk in a checkpoint, as its metadata records them.
 
     Raises ValueError: a record is not a _StorageInfo with a relative path.
-    Source: torch/distributed/checkpoint/filesystem.py.
     """
+    # Source: torch/distributed/checkpoint/filesystem.py.
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     for index, info in (metadata.storage_data or {}).items():
@@ -189,12 +180,10 @@ _KINDS: dict[Any, Literal["forward", "backward"]] = {
 
 
 def pipeline_order(schedule: str, num_ranks: int, num_stages: int, num_microbatches: int) -> list[list[Action]]:
-    """Return what each rank computes, in order. schedule: "gpipe", "1f1b" or "interleaved_1f1b".
-
-    A schedule object needs stages, and these a process group. The methods that return its order read numbers alone,
-    so that they are called with these. The order that torch returns for 1F1B, and does not run, counts the last
-    stage's forwards from 1. Source: torch/distributed/pipelining/schedules.py.
-    """
+    """Return what each rank computes, in order. schedule: "gpipe", "1f1b" or "interleaved_1f1b"."""
+    # A schedule object needs stages, and these a process group. The methods that return its order read numbers alone,
+    # so that they are called with these. The order that torch returns for 1F1B, and does not run, counts the last
+    # stage's forwards from 1. Source: torch/distributed/pipelining/schedules.py.
     numbers: Any = SimpleNamespace(
         _n_microbatches=num_microbatches,
         _num_stages=num_stages,

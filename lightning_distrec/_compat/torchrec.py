@@ -20,10 +20,10 @@ def attach_fused_optimizer(parameter: nn.Parameter, arguments: dict[str, Any], g
 
     arguments: those of FBGEMM's kernel, "optimizer" (an EmbOptimType) and "learning_rate" among them.
     group: tables of different groups get separate kernels, and with them separate learning rates.
-    Source: torchrec/distributed/embeddingbag.py, create_grouped_sharding_infos, reads these two attributes; the key
-    "_batch_key" only separates groups (embedding_sharding.py, group_tables). torch's _apply_optimizer_in_backward sets
-    them too, but it also registers hooks on the unsharded parameter, which are of no use here.
     """
+    # Source: torchrec/distributed/embeddingbag.py, create_grouped_sharding_infos, reads these two attributes; the key
+    # "_batch_key" only separates groups (embedding_sharding.py, group_tables). torch's _apply_optimizer_in_backward
+    # sets them too, but it also registers hooks on the unsharded parameter, which are of no use here.
     parameter._optimizer_classes = [None]  # type: ignore[attr-defined]
     # FBGEMM rounds what it writes to 16-bit tables at random by default, so that no run would be reproducible.
     group_options = {"stochastic_rounding": False, "_batch_key": group}
@@ -38,12 +38,11 @@ def detach_fused_optimizer(parameter: nn.Parameter) -> None:
 
 
 def free_weights(collection: Any) -> None:
-    """Free the weights of an unsharded collection by moving it to the meta device.
-
-    `_device` is set too: `to` does not change it, and the `device` property returns it. A sharded collection that is
-    made from one with device "cuda" would copy the freed rows (torchrec/distributed/embeddingbag.py, end of __init__).
-    Source: torchrec/modules/embedding_modules.py.
-    """
+    """Free the weights of an unsharded collection by moving it to the meta device."""
+    # `_device` is set too: `to` does not change it, and the `device` property returns it. A sharded collection that
+    # is made from one with device "cuda" would copy the freed rows (torchrec/distributed/embeddingbag.py, end of
+    # __init__).
+    # Source: torchrec/modules/embedding_modules.py.
     collection.to("meta")
     collection._device = torch.device("meta")
 
@@ -56,36 +55,32 @@ def fill_weight(collection: Any, key: str, weight: Any, learns: bool) -> None:
 
 
 def free_unsharded_tables(sharded: Any) -> None:
-    """Free the unsharded tables that a sharded collection still refers to.
-
-    Upstream keeps the unsharded parameters for their shapes alone, as long as the module lives: each rank would hold
-    every table twice. Parameters on meta have the same shapes. Can go when upstream keeps shapes only.
-    Source: EmbeddingShardingInfo in torchrec/distributed/embedding_sharding.py, kept by ShardedEmbeddingBagCollection.
-    """
+    """Free the unsharded tables that a sharded collection still refers to."""
+    # Upstream keeps the unsharded parameters for their shapes alone, as long as the module lives: each rank would
+    # hold every table twice. Parameters on meta have the same shapes. Can go when upstream keeps shapes only.
+    # Source: EmbeddingShardingInfo in torchrec/distributed/embedding_sharding.py, kept by
+    # ShardedEmbeddingBagCollection.
     for infos in getattr(sharded, "sharding_type_to_sharding_infos", {}).values():
         for info in infos:
             info.param = nn.Parameter(torch.empty_like(info.param, device="meta"), info.param.requires_grad)
 
 
 def disable_mean_pooling_divisor(sharded: Any) -> None:
-    """Stop torchrec from dividing the output of a sharded EmbeddingBagCollection by bag sizes.
-
-    Upstream: rows of a mean-pooled row-wise table are summed over ranks first and divided afterwards, by a callback.
-    Wrong in torchrec 1.8: the callback divides the columns of all tables of the collection except sum-pooled row-wise
-    ones, so that table-wise and column-wise tables, whose kernels have divided already, are divided twice
-    (embeddingbag.py, _create_mean_pooling_divisor). sharding/lookup/ divides the columns that need it.
-    Can go when that function leaves out every table that is not row-wise.
-    """
+    """Stop torchrec from dividing the output of a sharded EmbeddingBagCollection by bag sizes."""
+    # Upstream: rows of a mean-pooled row-wise table are summed over ranks first and divided afterwards, by a
+    # callback. Wrong in torchrec 1.8: the callback divides the columns of all tables of the collection except
+    # sum-pooled row-wise ones, so that table-wise and column-wise tables, whose kernels have divided already, are
+    # divided twice (embeddingbag.py, _create_mean_pooling_divisor). sharding/lookup/ divides the columns that need
+    # it.
+    # Can go when that function leaves out every table that is not row-wise.
     sharded._has_mean_pooling_callback = False
 
 
 def skip_idle_record_functions() -> Patches:
-    """Let torchrec name its exchanges for a profiler only where one runs: a name costs 5 microseconds, a step has 17.
-
-    A profiler sees what it saw before. Every loaded module of torchrec has taken torch's
-    `record_function` into its own globals (torchrec/distributed/types.py, dist_data.py, comm_ops.py and others).
-    Can go when torch's record_function looks for a profiler first.
-    """
+    """Let torchrec name its exchanges for a profiler only where one runs: a name costs 5 us, a step has 17."""
+    # A profiler sees what it saw before. Every loaded module of torchrec has taken torch's `record_function` into its
+    # own globals (torchrec/distributed/types.py, dist_data.py, comm_ops.py and others).
+    # Can go when torch's record_function looks for a profiler first.
     patches = Patches()
     for name, module in list(sys.modules.items()):
         if name.startswith("torchrec.") and vars(module).get("record_function") is record_function:
@@ -113,11 +108,9 @@ def jagged_fields(jagged: Any) -> dict[str, torch.Tensor | None]:
 
 
 def keep_length_per_key(features: Any, length_per_key: list[int]) -> bool:
-    """Let a KeyedJaggedTensor know the number of ids of each key; return whether it knew no other numbers.
-
-    Its method `length_per_key` would compute them and keep them in the same attribute, for which a GPU is waited for
-    once more. Source: torchrec/sparse/jagged_tensor.py.
-    """
+    """Let a KeyedJaggedTensor know the number of ids of each key; return whether it knew no other numbers."""
+    # Its method `length_per_key` would compute them and keep them in the same attribute, for which a GPU is waited
+    # for once more. Source: torchrec/sparse/jagged_tensor.py.
     lengths = features._length_per_key
     features._length_per_key = length_per_key
     return lengths is None or lengths == length_per_key
@@ -125,11 +118,9 @@ def keep_length_per_key(features: Any, length_per_key: list[int]) -> bool:
 
 @contextlib.contextmanager
 def silence_torchrec() -> Iterator[None]:
-    """Hide what torchrec's planner and sharders log below ERROR; they warn about what we decide ourselves.
-
-    Source: Topology.__init__ warns that "the job will fail" unless it was made by a factory that torchrec 1.6 lacks.
-    Some of these warnings go to the root logger, so that its level is raised too.
-    """
+    """Hide what torchrec's planner and sharders log below ERROR; they warn about what we decide ourselves."""
+    # Source: Topology.__init__ warns that "the job will fail" unless it was made by a factory that torchrec 1.6
+    # lacks. Some of these warnings go to the root logger, so that its level is raised too.
     logger = logging.getLogger("torchrec")
     root = logging.getLogger()
     levels = logger.level, root.level
@@ -148,20 +139,17 @@ def lookups_of(sharded: Any) -> list[nn.Module]:
 
 
 def ddp_of_data_parallel_tables(sharded: Any) -> list[Any]:
-    """Return the DistributedDataParallel modules in which torchrec wraps a collection's data-parallel tables.
-
-    Source: init_data_parallel in torchrec/distributed/embeddingbag.py and embedding.py; `_lookups` is a plain list.
-    """
+    """Return the DistributedDataParallel modules in which torchrec wraps a collection's data-parallel tables."""
+    # Source: init_data_parallel in torchrec/distributed/embeddingbag.py and embedding.py; `_lookups` is a plain list.
     from torch.nn.parallel import DistributedDataParallel
 
     return [lookup for lookup in sharded._lookups if isinstance(lookup, DistributedDataParallel)]
 
 
 def row_wise_sharding(sharded: Any) -> tuple[int, Any]:
-    """Return the row-wise sharding of a sharded collection, and the place of its ids among those that arrive.
-
-    Source: torchrec/distributed/embeddingbag.py and embedding.py: one KeyedJaggedTensor for each sharding, in order.
-    """
+    """Return the row-wise sharding of a sharded collection, and the place of its ids among those that arrive."""
+    # Source: torchrec/distributed/embeddingbag.py and embedding.py: one KeyedJaggedTensor for each sharding, in
+    # order.
     shardings = getattr(sharded, "_embedding_shardings", None)
     if shardings is None:
         shardings = list(sharded._sharding_type_to_sharding.values())
@@ -175,9 +163,10 @@ def route_by_bucket(sharding: Any, buckets: dict[str, tuple[int, int]], is_seque
     """Let the input dist of a row-wise sharding send ids, as they are, to the rank that owns their bucket.
 
     buckets: name of a table -> its number of ids (0: any ids, by their remainder) and of buckets.
-    Upstream's input dist can do that, and its ManagedCollisionCollection lets it: torchrec/distributed/mc_modules.py.
-    The collection makes its input dists at its first call: `create_input_dist` is hidden by one of the instance.
     """
+    # Upstream's input dist can do that, and its ManagedCollisionCollection lets it:
+    # torchrec/distributed/mc_modules.py. The collection makes its input dists at its first call: `create_input_dist`
+    # is hidden by one of the instance.
     # It warns at the first call that ids are above the number of rows, which they may be; LookupInputs has seen them.
     logging.getLogger("torchrec.sparse.jagged_tensor_validator").setLevel(logging.ERROR)
     feature_buckets = [buckets[table.name] for table in sharding.embedding_tables() for _ in table.feature_names]

@@ -37,11 +37,12 @@ def defer_ids_exchange(sharded: Any, group: Any = None) -> Iterator[None]:
     """Inside of the context, input_dist of `sharded` prepares the exchange of ids and does not start it.
 
     group: the process group of all ranks for the exchange of ids; None: the one of the tables.
-    Upstream starts an exchange of splits in input_dist of each module. torchrec's pipelines avoid that by replacing
-    KJTAllToAll.forward permanently; then every call of the module, evaluation included, must go through the pipeline.
-    So it is replaced for this call only: written into the instance's `__dict__`, which takes precedence over the class.
-    Source: KJTAllToAllForward in torchrec/distributed/train_pipeline/runtime_forwards.py.
     """
+    # Upstream starts an exchange of splits in input_dist of each module. torchrec's pipelines avoid that by replacing
+    # KJTAllToAll.forward permanently; then every call of the module, evaluation included, must go through the
+    # pipeline. So it is replaced for this call only: written into the instance's `__dict__`, which takes precedence
+    # over the class.
+    # Source: KJTAllToAllForward in torchrec/distributed/train_pipeline/runtime_forwards.py.
 
     def defer() -> list[KJTAllToAll]:
         dists = [getattr(input_dist, "_dist", None) for input_dist in sharded._input_dists]
@@ -290,11 +291,9 @@ def _start(ids_sent: list[_SentIds]) -> None:
 
 
 def record_stream(ids: Any, context: Any, features: Any, stream: torch.cuda.Stream) -> None:
-    """Keep the allocator from reusing the memory of a lookup's ids, context and features before `stream` has read them.
-
-    Source: PipelinedForward in torchrec/distributed/train_pipeline/runtime_forwards.py. A KeyedJaggedTensor's
-    record_stream leaves its inverse indices out.
-    """
+    """Keep the memory of a lookup's ids, context and features from being reused before `stream` has read them."""
+    # Source: PipelinedForward in torchrec/distributed/train_pipeline/runtime_forwards.py. A KeyedJaggedTensor's
+    # record_stream leaves its inverse indices out.
     ids.record_stream(stream)
     context.record_stream(stream)
     features.record_stream(stream)
@@ -320,11 +319,9 @@ class PooledSharding:
 
 
 def pooled_sharding(sharded: Any) -> PooledSharding | None:
-    """Return how a collection is sharded; None: not in the simple way that `PooledSharding` describes.
-
-    Source: ShardedEmbeddingBagCollection, TwPooledEmbeddingSharding and RwPooledEmbeddingSharding; comm_ops.py divides
-    the gradients. The result is the same on all ranks.
-    """
+    """Return how a collection is sharded; None: not in the simple way that `PooledSharding` describes."""
+    # Source: ShardedEmbeddingBagCollection, TwPooledEmbeddingSharding and RwPooledEmbeddingSharding; comm_ops.py
+    # divides the gradients. The result is the same on all ranks.
     if type(sharded) is not ShardedEmbeddingBagCollection or len(sharded._embedding_shardings) != 1:
         return None
     (sharding,), (kind,) = sharded._embedding_shardings, sharded._sharding_types

@@ -27,10 +27,9 @@ def lookups_of(module: nn.Module) -> Iterator[tuple[str, nn.Embedding | nn.Embed
 
 
 def quantize_lookups(module: nn.Module, bits: int) -> dict[str, int]:
-    """Replace what reads rows of `module` by what reads quantized ones, which are empty. Return bits by path.
-
-    A bag's padding_idx is not known to the replacement, so a bag that has one keeps its rows: it is not in the dict.
-    """
+    """Replace what reads rows of `module` by what reads quantized ones, which are empty. Return bits by path."""
+    # A bag's padding_idx is not known to the replacement, so a bag that has one keeps its rows: it is not in the
+    # dict.
     bits_by_path = {}
     for path, inner in list(lookups_of(module)):
         if isinstance(inner, nn.EmbeddingBag) and inner.padding_idx is not None:

@@ -86,7 +86,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
             raise ConfigError(f"powersgd and comm_dtype={comm_dtype!r} both say how gradients are sent. Set one.")
         self._powersgd = None if powersgd is None else as_options("powersgd", PowerSGDOptions, powersgd)
         check_option(activation_checkpointing)
-        self._exchange = GradientExchange(
+        self.gradient_exchange = GradientExchange(
             bucket_cap_mb=bucket_cap_mb,
             comm_dtype=comm_dtype,
             sparse_grads=sparse_grads,
@@ -97,11 +97,6 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         self._checkpointed = activation_checkpointing
         super().__init__(**run_options)
 
-    @property
-    def gradient_exchange(self) -> GradientExchange:
-        """How DDP exchanges gradients now."""
-        return self._exchange
-
     # -- Lightning's hooks in the order in which it calls them; those of all strategies are in run/strategy.py
 
     @override
@@ -110,7 +105,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         refuse_absent(run.module, self.strategy_name)
         # A module that an earlier run has sharded would be trained as if each rank's shard were all of it.
         refuse_sharded(run.module, "ddp_tuned")
-        refuse_gradients(run.module, self._exchange.comm_dtype, dist.get_backend())
+        refuse_gradients(run.module, self.gradient_exchange.comm_dtype, dist.get_backend())
         trains_with_others = run.is_fitting and self.world_size > 1
         checkpointed = self._checkpointed if run.is_fitting else False
         run.activations = CheckpointedLayers(run.module, checkpointed, run.session.consensus)
@@ -118,7 +113,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         if trains_with_others and self._powersgd is not None:
             refuse_powersgd(run.module, str(trainer.precision))
             # Before DDP wraps the module: the hook is registered with the wrapper, once.
-            run.compression = PowerSGD(run.module, self._powersgd, self._exchange.bucket_cap_mb)
+            run.compression = PowerSGD(run.module, self._powersgd, self.gradient_exchange.bucket_cap_mb)
             run.session.checkpoints.positions.keep_rank_state("powersgd", run.compression)
         super().setup(trainer)
         # After setup, when optimizers exist: their state takes its part of the memory that activations may fill.
@@ -135,7 +130,8 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         run.buffers.stop()
         run.buffers, self.model = NoBroadcasts(), run.module  # the last references: an old wrapper's hooks go with it
         # Wrapped again in the middle of a run too: DDP decides at construction which parameters it averages.
-        ddp = self._exchange.wrap(run.module, self.determine_ddp_device_ids(), is_first, run.compression)
+        device_ids = self.determine_ddp_device_ids()
+        ddp = self.gradient_exchange.wrap(run.module, device_ids, is_first, run.compression)
         self.model = ddp
         run.buffers = BroadcastSkipper(ddp, run.session.consensus.flags)
         run.frozen = [parameter for parameter in run.module.parameters() if not parameter.requires_grad]

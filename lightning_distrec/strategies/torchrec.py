@@ -9,6 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -27,12 +28,12 @@ from lightning_distrec.sharding.sharders import QuantizedComms
 from lightning_distrec.sharding.sharding_groups import ShardingGroupOptions
 from lightning_distrec.sharding.tables import tables_on_meta
 from lightning_distrec.strategies.data_parallel.loss_weight import LossReduction
-from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
+from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions, make_mesh
 from lightning_distrec.strategies.fully_sharded.shards import drop_unfinished_step, full_value, refuse_sharded, reshard
 from lightning_distrec.strategies.stages.absent_tensors import refuse_absent
 from lightning_distrec.strategies.tables.full_tables import FullTables
 from lightning_distrec.strategies.tables.set_up_inputs import TableSettings
-from lightning_distrec.strategies.torchrec_run import TorchRecRun, holds_shards, sharded_dense, unshard
+from lightning_distrec.strategies.torchrec_run import TorchRecRun, dense_options, holds_shards, unshard
 
 
 class TorchRecShardedStrategy(FullTables[TorchRecRun]):
@@ -108,7 +109,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         sharding_groups: ShardingGroupOptions | dict[str, Any] | None = None,
         **run_options: Any,
     ) -> None:
-        self._settings = TableSettings(
+        self.table_settings = TableSettings(
             default_options=TableOptions(
                 embedding_update=embedding_update, optimizer=table_optimizer, sharding_types=sharding_types
             ),
@@ -122,9 +123,11 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
             planning=as_options("planning", PlanningOptions, planning),
             groups=as_options("sharding_groups", ShardingGroupOptions, sharding_groups),
         )
-        self._sharded_dense = sharded_dense(dense, fsdp)
+        self._fsdp_options = dense_options(dense, fsdp)
+        self._dense_mesh: DeviceMesh | None = None
         self._prefetch_options = as_options("prefetch", PrefetchOptions, prefetch)
-        self._lookups_ahead: dict[str, LookupCounts] = {}
+        self.lookups_ahead: dict[str, LookupCounts] = {}
+        """Kind of step -> its lookups in this run, or the last, and how many had their ids sent ahead of the step."""
         super().__init__(**run_options)
         # DDPStrategy hands these to DistributedDataParallel when it wraps the module, in configure_ddp.
         # Not by super().__init__: jsonargparse would follow **kwargs from there into DistributedDataParallel.
@@ -141,19 +144,9 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         return [] if self.run_tables is None else self.run_tables.table_optimizers
 
     @property
-    def table_settings(self) -> TableSettings:
-        """The arguments about tables."""
-        return self._settings
-
-    @property
     def shards_dense(self) -> bool:
         """Whether the layers without tables are sharded over the ranks."""
-        return self._sharded_dense is not None
-
-    @property
-    def lookups_ahead(self) -> dict[str, LookupCounts]:
-        """Kind of step -> its lookups in this run, or the last, and how many had their ids sent ahead of the step."""
-        return self._lookups_ahead
+        return self._fsdp_options is not None
 
     # -- Lightning's hooks in the order in which it calls them; those of all strategies are in run/strategy.py
 
@@ -167,13 +160,13 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
     def setup(self, trainer: Trainer) -> None:
         run = self.begin_run(trainer, TorchRecRun)
         refuse_absent(run.module, self.strategy_name)
-        if self._sharded_dense is None:
+        if self._fsdp_options is None:
             refuse_sharded(run.module, "torchrec_sharded with dense='ddp'")
         else:
             drop_unfinished_step(run.module)
         # Nodes are gathered, not computed: torchrun's agents and Slurm steps may have unequal numbers of ranks.
         nodes = run.session.consensus.all_gather((self.node_rank, self.num_local_ranks))
-        tables = run.shard_tables(self, self._settings, NodeLayout.gathered(nodes), self.shards_dense)
+        tables = run.shard_tables(self, self.table_settings, NodeLayout.gathered(nodes), self.shards_dense)
         if tables is None:
             # Without tables all is as under DDP, with our checkpoints.
             super().setup(trainer)
@@ -183,14 +176,16 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         # Before anything is wrapped or sharded: SyncBatchNorm replaces modules of the tree.
         if run.is_fitting and self._layer_sync:
             self.model = self._layer_sync.apply(run.module)
-        dense, on_node = self._sharded_dense, [node_ranks for _, node_ranks in nodes]
-        fsdp = None if dense is None else dense.on_mesh(self.root_device, on_node, self._wait)
-        run.set_up_dense(self, tables, fsdp)
+        # One mesh for all runs: a DTensor remembers its mesh, and one of another mesh cannot be mixed with it.
+        if self._fsdp_options is not None and self._dense_mesh is None:
+            ranks_on_node = [num_ranks for _, num_ranks in nodes]
+            self._dense_mesh = make_mesh(self._fsdp_options, self.root_device, ranks_on_node, self._wait)
+        run.set_up_dense(self, tables, self._fsdp_options, self._dense_mesh)
         run.session.checkpoints.begin(tables)
         if self._prefetch_options.depth > 1:
             # At depth 1 no batch is fetched ahead, and Lightning's own fetchers and ends of epochs stay.
             end = EndPolicy(run.session.consensus, self._uneven_inputs, rank_zero_warn)
-            self._lookups_ahead = run.start_prefetching(self, tables, self._prefetch_options, end)
+            self.lookups_ahead = run.start_prefetching(self, tables, self._prefetch_options, end)
 
     @override
     def configure_ddp(self) -> None:

@@ -4,10 +4,8 @@ import gc
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
-import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
@@ -35,7 +33,7 @@ from lightning_distrec.strategies.data_parallel.replicated_layers import (
     ReplicatedLayers,
 )
 from lightning_distrec.strategies.fully_sharded.copies import unshard_module
-from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions, make_mesh
+from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fully_sharded.fully_sharded_module import FullyShardedModule
 from lightning_distrec.strategies.fully_sharded.shard_blocks import shard_module
 from lightning_distrec.strategies.fully_sharded.shards import refuse_inexact_optimizers, replace_parameters
@@ -159,23 +157,23 @@ class TorchRecRun(Run):
         return tables
 
     def set_up_dense(
-        self, strategy: DDPStrategy, tables: RunTables, fsdp: tuple[FSDPOptions, DeviceMesh] | None
+        self, strategy: DDPStrategy, tables: RunTables, fsdp: FSDPOptions | None, mesh: DeviceMesh | None
     ) -> None:
         """Collective. Do what DDPStrategy.setup does, for the layers without tables.
 
-        fsdp: how those layers are sharded; None: DDP averages their gradients, and ignores the tables' shards.
+        fsdp, mesh: how they are sharded, over which ranks; None: DDP averages their gradients, and ignores the shards.
         """
         module, plugin, consensus = self.module, strategy.precision_plugin, self.session.consensus
         # convert_module and model_to_device would cast and move tables, whose kernels own their memory.
         with tables.shards.removed():  # tables keep their type and their device
             plugin.convert_module(module)
-            if fsdp is None:
+            if fsdp is None or mesh is None:
                 strategy.model_to_device()
             else:
                 # fully_shard puts new parameters in the place of the old ones, which the optimizers still hold.
                 old_parameters = dict(module.named_parameters(remove_duplicate=False))
-                shard_module(module, *fsdp, strategy.root_device, str(self.trainer.precision), consensus)
-                self.dense = FullyShardedModule(module, fsdp[0], consensus)
+                shard_module(module, fsdp, mesh, strategy.root_device, str(self.trainer.precision), consensus)
+                self.dense = FullyShardedModule(module, fsdp, consensus)
                 self.undo.callback(self.dense.teardown)
                 replace_parameters(
                     tables.optimizers, old_parameters, dict(module.named_parameters(remove_duplicate=False))
@@ -234,24 +232,7 @@ class TorchRecRun(Run):
         return prefetching.prefetcher.counts
 
 
-class ShardedDense:
-    """How layers without tables are sharded, over one mesh for all runs: parameters that stay sharded are on it."""
-
-    def __init__(self, options: FSDPOptions) -> None:
-        self._options = options
-        self._mesh: DeviceMesh | None = None
-
-    def on_mesh(
-        self, device: torch.device, ranks_on_node: list[int], timeout: timedelta
-    ) -> tuple[FSDPOptions, DeviceMesh]:
-        """Collective. Return the options, and the mesh. ranks_on_node: see `make_mesh`."""
-        # Kept for all runs: a DTensor remembers its mesh, and one of another mesh cannot be mixed with it.
-        if self._mesh is None:
-            self._mesh = make_mesh(self._options, device, ranks_on_node, timeout)
-        return self._options, self._mesh
-
-
-def sharded_dense(dense: str, fsdp: FSDPOptions | dict[str, Any] | None) -> ShardedDense | None:
+def dense_options(dense: str, fsdp: FSDPOptions | dict[str, Any] | None) -> FSDPOptions | None:
     """Return how layers without tables are sharded; None where DDP trains them. Raises ConfigError."""
     if dense not in ("ddp", "fsdp"):
         raise ConfigError(f"dense={dense!r} is not known. Use 'ddp' or 'fsdp'.")
@@ -263,7 +244,7 @@ def sharded_dense(dense: str, fsdp: FSDPOptions | dict[str, Any] | None) -> Shar
             "fsdp: {activation_checkpointing: auto}: tables are planned into the same memory before a step shows what "
             "activations take. Set the size that they may take ('4GiB'), or name the layers."
         )
-    return None if options is None else ShardedDense(options)
+    return options
 
 
 def holds_shards(module: nn.Module | None) -> bool:

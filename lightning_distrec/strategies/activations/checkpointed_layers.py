@@ -54,12 +54,10 @@ def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractC
 
 @contextmanager
 def _record_buffers(block: nn.Module, recorded: dict[BufferKey, Tensor]) -> Iterator[None]:
-    """Record the values before forward of the buffers that it may write to, such as running means and spectral norms.
-
-    Versions do not show all of that: batch norm's kernel and writes by `.data` leave them. So small buffers are kept
-    whether they are written to or not, since looking waits for a GPU; of large ones those are forgotten that have not
-    changed, as masks and tables of positions, for which the host waits once for all of a block.
-    """
+    """Record the values before forward of buffers that it may write to, such as running means and spectral norms."""
+    # Versions do not show all of that: batch norm's kernel and writes by `.data` leave them. So small buffers are
+    # kept whether they are written to or not, since looking waits for a GPU; of large ones those are forgotten that
+    # have not changed, as masks and tables of positions, for which the host waits once for all of a block.
     buffers = _buffers_of(block)
     values = {id(buffer): buffer.clone() for buffer in buffers.values()}
     versions = {id(buffer): version_of(buffer) for buffer in buffers.values()}

@@ -73,11 +73,9 @@ def _shares_no_parameters(module: nn.Module, holders: dict[int, set[int]]) -> bo
 
 
 def choose_replicated(module: nn.Module, blocks: Iterable[nn.Module], automatic: bool) -> dict[str, nn.Parameter]:
-    """Return name -> parameter of those that fully_shard leaves out.
-
-    These are scalars, which it refuses, and in manual optimization what is in no block: several backwards may run in
-    one step there, and the first would free it.
-    """
+    """Return name -> parameter of those that fully_shard leaves out."""
+    # These are scalars, which it refuses, and in manual optimization what is in no block: several backwards may run
+    # in one step there, and the first would free it.
     in_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
     return {
         name: parameter

@@ -138,10 +138,8 @@ class ReplicatedParameters:
         """Where ranks report what they have used: on the host, which would wait for backward on a GPU otherwise."""
 
     def average_gradients(self) -> None:
-        """Collective where there are such parameters. Average their gradients after a backward.
-
-        A parameter that any rank has used gets a gradient on all ranks; ranks that have not used it count as 0.
-        """
+        """Collective where there are such parameters. Average their gradients after a backward."""
+        # A parameter that any rank has used gets a gradient on all ranks; ranks that have not used it count as 0.
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         if not trained or dist.get_world_size() == 1:
             return

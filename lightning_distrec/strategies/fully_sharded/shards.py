@@ -116,10 +116,8 @@ def _sharded_as(value: object, parameter: nn.Parameter) -> object:
 
 
 def zero_unreduced_too(optimizer: Optimizer, module: nn.Module) -> Callable[[], None]:
-    """Let zero_grad drop gradients that accumulate without a sync too; return an undo.
-
-    fully_shard keeps those on its own unsharded parameters, which the optimizer does not know.
-    """
+    """Let zero_grad drop gradients that accumulate without a sync too; return an undo."""
+    # fully_shard keeps those on its own unsharded parameters, which the optimizer does not know.
     zero_grad = optimizer.zero_grad
 
     def zero_all(set_to_none: bool = True) -> None:
@@ -135,10 +133,8 @@ def zero_unreduced_too(optimizer: Optimizer, module: nn.Module) -> Callable[[], 
 
 
 def draw_full(operator: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Do a random operator of torch, such as aten.normal_, on a DTensor; every rank draws all of it.
-
-    torch draws shards on CPUs by each rank's own generator: with equal seeds all ranks have the same rows.
-    """
+    """Do a random operator of torch, such as aten.normal_, on a DTensor; every rank draws all of it."""
+    # torch draws shards on CPUs by each rank's own generator: with equal seeds all ranks have the same rows.
     target: DTensor = args[0]
     local = target.to_local()
     # bernoulli alone reads its values: they are probabilities.

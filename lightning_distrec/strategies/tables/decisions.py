@@ -279,10 +279,8 @@ def _mode(name: str, options: TableOptions) -> str:
 
 
 def has_unsharded_collections(module: nn.Module, settings: TableSettings) -> bool:
-    """Return whether collections were added to a module whose tables an earlier run has sharded.
-
-    Plain embeddings are not looked at: those that stay unsharded were decided about in the earlier run.
-    """
+    """Return whether collections were added to a module whose tables an earlier run has sharded."""
+    # Plain embeddings are not looked at: those that stay unsharded were decided about in the earlier run.
     tables = find_tables(module, NO_CONVERSION).tables
     replicated = replicated_collections(tables, settings.table_options)
     return any(table.collection not in replicated for table in tables)

@@ -152,10 +152,8 @@ class AveragedRows(Replicas):
             average_rows([shard.weight, *state[i]], rows, self._group)
 
     def _state(self, shards: list[tuple[int, LocalShard]]) -> dict[int, list[Tensor]]:
-        """Collective over all ranks. Return the optimizer state of each shard that lies along its rows.
-
-        A group in which no step has given a table a gradient may have no state of it yet; it gets zeros.
-        """
+        """Collective over all ranks. Return the optimizer state of each shard that lies along its rows."""
+        # A group in which no step has given a table a gradient may have no state of it yet; it gets zeros.
         fused = self._tables.fused_state()
         optimizers = self._optimizers()
         unfused = [(i, s.weight, find_param_group(s.weight, optimizers)) for i, s in shards if id(s) not in fused]

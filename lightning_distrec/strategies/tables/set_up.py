@@ -48,11 +48,9 @@ from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs, with_
 
 
 def set_up_tables(inputs: SetUpInputs) -> RunTables | None:
-    """Collective. Shard the module's tables and return them; None where it has none.
-
-    For fit, tables that an earlier run sharded are sharded again: the optimizers are new, and so is their state. For
-    evaluation they stay as they are.
-    """
+    """Collective. Shard the module's tables and return them; None where it has none."""
+    # For fit, tables that an earlier run sharded are sharded again: the optimizers are new, and so is their state.
+    # For evaluation they stay as they are.
     if inputs.fits:
         inputs = replace(inputs, settings=with_batch_size(inputs.settings, inputs.trainer, inputs.module))
     earlier = sharded_tables_of(inputs.module)
