@@ -21,7 +21,6 @@ from lightning_distrec.sharding.planning.topology import RankMemory, make_topolo
 from lightning_distrec.sharding.planning.traffic import IDS, ROW_GRADIENTS, ROWS
 from lightning_distrec.sharding.sharders import HOST_KERNELS
 from lightning_distrec.sharding.sharding_groups import ShardingGroupOptions, checked_size
-from lightning_distrec.sharding.tables import Table
 from lightning_distrec.strategies.estimates.estimate import TablesShare
 from lightning_distrec.strategies.estimates.module_sizes import Job, dense_bytes
 from lightning_distrec.strategies.estimates.step_profile import StepProfile
@@ -75,6 +74,7 @@ def make_decisions(dry: DryModule, job: DryJob) -> Decisions:
 
 
 def _on_device(constraints: TableConstraints) -> TableConstraints:
+    # Where the user has allowed kernels of the host alone, these stay.
     kernels = tuple(kernel for kernel in constraints.compute_kernels if kernel not in HOST_KERNELS)
     return replace(constraints, compute_kernels=kernels or constraints.compute_kernels)
 
@@ -83,11 +83,14 @@ def make_facts(dry: DryModule, job: DryJob) -> ClusterFacts:
     """Return what planning needs to know of the ranks. Raises PlanError: the reservation leaves nothing for tables."""
     planning, layout = dry.settings.planning, job.layout
     reservation = reservation_of(planning.reserve, os.environ)
+    # All ranks, also where sharding_groups divide the tables among fewer.
     shares = job.num_ranks if job.shards_dense else 1
     dense = dense_bytes(dry.module, dry.selection.tables, dry.optimizers, dry.trainer.precision, shares)
     reservation = reservation.with_dense(dense, job.memory_bytes)
+    # Nothing can be measured without ranks: torchrec's defaults fill in, and the report mentions it.
     bandwidths = bandwidth_request(planning.bandwidths, os.environ).with_measured({})
     bandwidths = replace(bandwidths, **job.bandwidths)
+    # On a CPU a rank's memory is the host's already, and would count twice.
     on_host = job.host_bytes // job.ranks_on_node if job.device.type == "cuda" else 0
     memory = RankMemory(device_bytes=(job.memory_bytes,) * layout.num_ranks, host_bytes=(on_host,) * layout.num_ranks)
     return ClusterFacts(
@@ -105,9 +108,10 @@ def make_facts(dry: DryModule, job: DryJob) -> ClusterFacts:
 
 
 def describe_misfit(plan: ShardingPlan, plan_name: str) -> str:
-    """Return which rank lacks memory for a plan; "" where none does. what: what messages call the plan."""
+    """Return which rank lacks memory for a plan; "" where none does. plan_name: what messages call it."""
     if plan.fits:
         return ""
+    # The device's memory first: without it tables in the host's do not help.
     memory = plan.memory if plan.host_memory is None or not plan.memory.fits else plan.host_memory
     rank = memory.worst
     return (
@@ -132,6 +136,7 @@ def planned_share(
         memory_bytes=job.memory_bytes,
         memory_origin="advise",
     )
+    # With the job's precision, which has Lightning's full name; the YAML may have a short one.
     like_trainer = SimpleNamespace(
         callbacks=trainer.callbacks,
         accumulate_grad_batches=trainer.accumulate_grad_batches,
@@ -146,31 +151,32 @@ def planned_share(
         }
         plan = new_plan(replace(decisions, constraints=counted), settings, make_facts(dry, dry_job))
     except DistRecError as error:
+        # No plan is no error here: the advice goes on without, and its note takes the first sentence.
         return None, str(error).split(". ")[0]
     return _share(plan), ""
 
 
 def _counted(dry: DryModule, name: str, constraints: TableConstraints, profile: StepProfile) -> TableConstraints:
     table = next(table for table in dry.selection.tables if table.full_name == name)
-    factors = _factors(table, profile)
-    return replace(constraints, pooling_factors=factors) if factors else constraints
-
-
-def _factors(table: Table, profile: StepProfile) -> tuple[float, ...]:
     lookups, examples = profile.lookups.get(table.collection), profile.batch_size
     if lookups is None or not examples:
-        return ()
-    lengths = 0 if table.plain is not None else examples  # counted with the ids of a collection
-    return tuple(max(MIN_FACTOR, (lookups.ids[name] - lengths) / examples) for name in table.config.feature_names)
+        return constraints
+    # A collection's profile counts what is sent for ids: one length per example too, which is no id.
+    lengths = 0 if table.plain is not None else examples
+    features = table.config.feature_names
+    factors = tuple(max(MIN_FACTOR, (lookups.ids[feature] - lengths) / examples) for feature in features)
+    return replace(constraints, pooling_factors=factors)
 
 
 def _share(plan: ShardingPlan) -> TablesShare:
+    # They may be two ranks. Memory is limited by the first, a step's time by the second.
     fullest, busiest = int(plan.memory.tables.argmax()), int(plan.traffic.sent().argmax())
     gradients = 0
     for table in plan.tables.values():
         if table.update == "dense":
             on_fullest = np.asarray(table.ranks) == fullest
             gradients += int((table.shard_rows * table.shard_columns)[on_fullest].sum()) * table.element_bytes
+    # With updates, table_bytes has gradients too, where a step keeps them as large as the table.
     rows, held = (int(plan.table_bytes(updates=updates)[fullest]) for updates in (False, True))
     return TablesShare(
         memory={

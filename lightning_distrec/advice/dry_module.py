@@ -53,6 +53,8 @@ def dry_module(module: LightningModule, trainer: Any, settings: TableSettings, d
     """
     precision = trainer.precision
     try:
+        # As Lightning calls configure_model, but with tables on meta. The random state stays, so that a fit after this
+        # draws the same.
         with tables_on_meta(), default_type(precision), torch.random.fork_rng(devices=[]):
             copied = meta_copy(module)
     except Exception as error:
@@ -71,10 +73,12 @@ def dry_module(module: LightningModule, trainer: Any, settings: TableSettings, d
             f"shard.{unsharded} See convert_embeddings and min_rows, or train it with another strategy."
         )
     assumed = list(selection.warnings)
+    # Decisions only ask whether losses are scaled. On a CPU Lightning takes bf16-mixed instead, which has no scaler.
     plugin = SimpleNamespace(scaler=object() if precision == "16-mixed" and device.type == "cuda" else None)
     optimizers: list[Optimizer] = []
     failed = ""
     try:
+        # It may read self.trainer, as for estimated_stepping_batches. A plan by assumed updates is better than none.
         optimizers = configured_optimizers(copied)
     except Exception as error:
         failed = describe_error(error)
@@ -119,6 +123,7 @@ def locate_error(error: BaseException) -> str:
     """Return which module's code raised, as "Scale.__init__, model.py:12: "; "" if none did."""
     trace, place = error.__traceback__, ""
     while trace is not None:
+        # The innermost frame in a module's method that is not torch's or Lightning's: the user's line.
         frame = trace.tb_frame
         module = frame.f_locals.get("self")
         code_of = str(frame.f_globals.get("__name__", ""))
@@ -139,6 +144,7 @@ def count_ids_in_data(module: Any, data: Any, num_batches: int) -> tuple[IdCount
     declare = getattr(module, "sparse_inputs", None)
     try:
         for loader in loaders_in(_loaders(module, data)):
+            # first_batches starts no workers for a few batches; what is no DataLoader is just iterated.
             batches = (
                 first_batches(loader, num_batches) if not peek_obstacle(loader) else islice(iter(loader), num_batches)
             )
@@ -160,6 +166,7 @@ def count_ids_in_data(module: Any, data: Any, num_batches: int) -> tuple[IdCount
 
 def _num_examples(parts: list[Any]) -> int | None:
     for part in parts:
+        # New counts, since those of all batches add the examples up.
         counts = IdCounts.none()
         counts.look_at(part)
         for count in (*counts.features.values(), *counts.tensors.values()):

@@ -60,10 +60,13 @@ def dry_run(dry: DryModule, job: DryJob, quick: bool = False) -> DryRun:
     plan_file = settings.planning.plan_file
     plan = None
     try:
+        # None: there is no earlier plan whose rows should stay where they are.
         plan = plan_or_follow(decisions, None, settings, facts)
         misfit = describe_misfit(plan, "the plan" if plan_file is None else f"plan_file='{plan_file}'")
+    # A result, not an error. Other PlanErrors mean that options contradict each other, and are raised.
     except InfeasiblePlanError as error:
         misfit = str(error)
+    # The searches below begin no plan that would exceed their time, by this estimate.
     seconds = time.perf_counter() - begun
     tables = dry.selection.tables
     result = DryRun(

@@ -60,6 +60,7 @@ def _columns(plan: ShardingPlan) -> list[tuple[str, Vector, Callable[[float], st
     columns: list[tuple[str, Vector, Callable[[float], str]]] = [
         ("memory for tables", memory.tables, format_bytes),
         *((f"... {part}", part_bytes, format_bytes) for part, part_bytes in plan.memory_parts().items()),
+        # 1 in place of 0 bytes, where a reservation leaves a rank nothing.
         ("... share of usable memory", memory.tables / np.maximum(memory.usable, 1), "{:.1%}".format),
         ("layers without tables", np.full(plan.num_ranks, plan.dense_bytes), format_bytes),
     ]
@@ -78,6 +79,7 @@ def _batch_in_words(edge: Edge) -> str:
     if edge.possible is None:
         text += "no fitting size found"
     elif edge.impossible is None and not edge.stopped:
+        # Nothing was impossible: the search has reached its limit, or began beyond it.
         text += f"no limit up to {edge.possible:,} examples" if edge.possible >= MAX_BATCH else f"{edge.possible:,}"
     else:
         text += f"{'at least ' if edge.impossible is None else ''}{edge.possible:,} examples"
@@ -94,6 +96,7 @@ def _nodes_in_words(edge: Edge, ranks_on_node: int) -> str:
         text += f"{'at most ' if edge.stopped else ''}{edge.possible:,}"
     if edge.impossible is not None:
         text += f"; {edge.impossible:,} {'does' if edge.impossible == 1 else 'do'} not fit: {_short(edge.reason)}"
+    # The search began at the lower bound by memory, which fits: nothing below it was tried.
     elif edge.possible not in (None, 1) and not edge.stopped:
         text += "; fewer have less memory than the tables' rows and their updates need"
     return _ended(text, edge)
@@ -106,6 +109,7 @@ def _ended(text: str, edge: Edge) -> str:
 
 def _short(reason: str) -> str:
     """Return the first sentence of an error, about the table or the rank."""
+    # The line has begun with that already.
     text = reason.removeprefix("the tables do not fit: ").split(". ")[0]
     return text if len(text) <= MAX_LETTERS else f"{text[:MAX_LETTERS]}..."
 
@@ -146,6 +150,7 @@ def _ranks_as_json(plan: ShardingPlan) -> dict[str, Any]:
         "sent_bytes_by_kind": {kind: _rounded(traffic.sent(kind)) for kind in TRAFFIC_KINDS},
     }
     if cost.known:
+        # To a nanosecond: what is below is noise of floating point.
         columns["milliseconds"] = [round(float(value), 6) for value in cost.milliseconds_by_rank]
         columns["milliseconds_by_part"] = {
             part: [round(float(value), 6) for value in cost.milliseconds[:, number]]

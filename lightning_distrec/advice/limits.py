@@ -14,6 +14,7 @@ from lightning_distrec.strategies.tables.cluster_facts import ClusterFacts
 from lightning_distrec.strategies.tables.decisions import Decisions
 from lightning_distrec.strategies.tables.plan_of_run import cost_of, new_plan, plan_or_follow
 
+# Ample: doubling to MAX_BATCH takes 25 tries, and halving to one part in FINENESS seven more.
 MAX_TRIES = 60
 FINENESS = 100
 """The largest number is found to within this fraction of it."""
@@ -62,8 +63,10 @@ class EdgeSearch:
             if impossible is None:
                 if possible is None:
                     return start
+                # The next power of two.
                 return min(upper, 1 << possible.bit_length()) if possible < upper else None
             if possible is None:
+                # The largest power of two below it: `<<` binds less tightly than `-`.
                 return 1 << (impossible - 1).bit_length() - 1 if impossible > 1 else None
             return (possible + impossible) // 2 if impossible - possible > max(1, possible // FINENESS) else None
 
@@ -74,6 +77,7 @@ class EdgeSearch:
 
         def following(possible: int | None, impossible: int | None) -> int | None:
             floor = max(lower - 1, impossible or 0)
+            # The lower bound itself comes first. It is a bound by memory alone, and is often enough.
             doubled = 1 << floor.bit_length() if self._tries else floor + 1
             if floor < upper:
                 doubled = min(doubled, upper)
@@ -100,6 +104,7 @@ class EdgeSearch:
     def _try(self, number: int) -> str:
         """Try a number; or return why the search ends here."""
         begun = time.perf_counter()
+        # The longest try so far is the guess for the next one, since larger numbers take longer.
         if begun - self._began + self._longest > self._max_seconds:
             return f"the next plan would have exceeded {self._max_seconds:g} s"
         if self._tries >= MAX_TRIES:
@@ -135,6 +140,7 @@ def find_largest_batch(
         try:
             if latest:
                 obstacle = describe_misfit(cost_of(decisions, latest[-1], settings, facts), "the plan in the file")
+                # A plan of a file is the only one; other plans are searched for where it does not fit.
                 if not obstacle or follows:
                     return obstacle
             planned = plan_or_follow(decisions, None, settings, facts)
@@ -155,6 +161,7 @@ def find_min_nodes(dry: DryModule, job: DryJob, decisions: Decisions, misfit: st
         other = replace(job, num_nodes=num_nodes)
         try:
             new_plan(make_decisions(dry, other), dry.settings, make_facts(dry, other))
+        # Any PlanError: a number of nodes may also contradict the options of a table.
         except PlanError as error:
             return str(error)
         return ""
@@ -171,6 +178,7 @@ def _min_nodes_by_memory(dry: DryModule, job: DryJob, decisions: Decisions) -> i
         weight, update = table.parameter, dry.updates[table.full_name]
         needed += weight.numel() * (weight.element_size() + update.bytes_per_element)
         needed += weight.shape[0] * update.bytes_per_row
+    # Of one node, all its ranks and its host: no sharding can use more of it.
     facts = make_facts(dry, replace(job, num_nodes=1))
     usable = facts.memory.less(facts.reservation)
     return max(1, math.ceil(needed / (sum(usable.device_bytes) + sum(usable.host_bytes))))

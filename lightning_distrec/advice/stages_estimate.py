@@ -86,6 +86,7 @@ def _layout(
 
     Raises DistRecError: pipeline_parallel would refuse the module, or its optimizers.
     """
+    # What refuse_run reads of a Trainer.
     trainer: Any = SimpleNamespace(precision=job.precision, callbacks=settings.callbacks)
     refuse_run(trainer, module)
     refuse_sharded(module, PIPELINE)
@@ -107,7 +108,9 @@ def _num_stages(module: LightningModule, options: StageOptions, job: Job) -> int
         return ranks_of_pipeline(options, job.num_ranks) * options.stages_per_rank
     num_blocks = len(find_chain(module, options.chain).blocks)
     limit = min(num_blocks // options.stages_per_rank, job.num_ranks)
+    # A pipeline takes a divisor of the ranks; the others are its replicas.
     possible = [num for num in range(2, limit + 1) if job.num_ranks % num == 0]
+    # Where no number suits, split_chain refuses this one with a reason.
     return max(possible, default=job.num_ranks) * options.stages_per_rank
 
 
@@ -116,6 +119,7 @@ def _check_order(chain: Chain, profile: StepProfile) -> None:
     if profile.blocks is None:
         return
     for number in range(1, len(chain.blocks)):
+        # A stage's input is the output of the stage before: code between two blocks would not run.
         if chain.paths[number] not in profile.blocks.follows:
             raise UnsupportedError(
                 f"forward does not give '{chain.paths[number]}' just what '{chain.paths[number - 1]}' returns"
@@ -187,6 +191,7 @@ class _Pipeline:
         inputs: path of a block -> bytes of its input.
         """
         layout = self.layout
+        # Stage s is on rank s modulo the pipeline's ranks.
         stages = set(range(rank, layout.num_stages, self.num_ranks))
         # The first stage's input is the batch, which no rank sends.
         entering = [0, *(inputs.get(layout.chain.paths[begin], 0) for begin in layout.begins[1:]), 0]
@@ -195,6 +200,7 @@ class _Pipeline:
             for p in self.sizes.parameters
             if p.requires_grad and layout.stage_by_name[p.name] in stages
         )
+        # entering[stage + 1] is what the next stage takes, the output of this one; the last one's goes nowhere.
         return {
             "stage outputs": float(sum(entering[stage + 1] for stage in stages)),
             "stage gradients": float(sum(entering[stage] for stage in stages)),

@@ -30,6 +30,7 @@ class Measures(Clocked):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # On every rank, because a step takes as long as on its slowest one.
         self.clock.start()
 
     @override
@@ -37,23 +38,23 @@ class Measures(Clocked):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._seconds.append(self.clock.end().seconds)
+        # None where the number is unknown: the run has times all the same.
         self._samples.append(count_samples(batch))
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.clock.stop()
         device = trainer.strategy.root_device
-        on_gpu = device.type == "cuda"
+        if device.type == "cuda":
+            peak_bytes = torch.cuda.max_memory_allocated(device)
+        else:
+            # Of the process, libraries included: torch counts no memory of the CPU. In KiB on Linux.
+            peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         measured = {
             "strategy": type(trainer.strategy).__name__,
             "num_ranks": trainer.world_size,
             "seconds": self._seconds[self._warmup_steps :],
             "samples": self._samples[self._warmup_steps :],
-            "peak_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else _peak_process_bytes(),
+            "peak_bytes": peak_bytes,
         }
         (self._folder / f"{trainer.global_rank}.json").write_text(json.dumps(measured))
-
-
-def _peak_process_bytes() -> int:
-    """Return the peak resident memory of this process, libraries included."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

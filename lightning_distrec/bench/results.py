@@ -35,6 +35,7 @@ class Result:
     def samples_per_second(self) -> float | None:
         """Median of the rounds."""
         numbers = [run.samples_per_second for run in self.runs if run.samples_per_second is not None]
+        # Of all rounds or of none, so that it goes with the time, which is over all rounds.
         return statistics.median(numbers) if len(numbers) == len(self.runs) else None
 
     @property
@@ -57,6 +58,7 @@ def run_rounds(
     results = [Result(case) for case in cases]
     for number in range(rounds):
         for result in results:
+            # It would fail again, perhaps after the whole timeout.
             if result.failure:
                 continue
             case = result.case
@@ -72,6 +74,7 @@ def efficiency(result: Result, results: Sequence[Result]) -> float | None:
     measured = [r for r in results if r.case.strategy == result.case.strategy and not r.failure]
     if result.failure or len(measured) < 2:
         return None
+    # It need not be one device, where the module may not fit.
     first = min(measured, key=lambda r: r.case.devices)
     if not first.samples_per_second or not result.samples_per_second:
         return None
@@ -111,6 +114,7 @@ MAX_EFFICIENCY = 1.1
 
 def print_results(results: Sequence[Result], steps: int, console: Console) -> None:
     """Print one row per strategy and number of devices."""
+    # A case that has failed has fewer runs than others.
     rounds = max(len(result.runs) for result in results)
     text = TextTable(
         title=f"Medians over {quantity(steps, 'step')} and {quantity(rounds, 'round')}",
@@ -126,10 +130,12 @@ def print_results(results: Sequence[Result], steps: int, console: Console) -> No
             text.add_row(name, devices, "not measured", "", "", "")
             continue
         share = efficiency(result, results)
+        times = sorted(1000 * run.step_seconds for run in result.runs)
+        extremes = f" ({times[0]:.1f} to {times[-1]:.1f})" if len(times) > 1 else ""
         text.add_row(
             name,
             devices,
-            _median_and_range(result),
+            f"{1000 * result.step_seconds:.1f}{extremes}",
             "-" if result.samples_per_second is None else f"{result.samples_per_second:,.0f}",
             "-" if share is None else f"{share:.0%}",
             format_bytes(result.peak_bytes),
@@ -160,12 +166,6 @@ def doubts(results: Sequence[Result], steps: int) -> list[str]:
     return lines
 
 
-def _median_and_range(result: Result) -> str:
-    times = sorted(1000 * run.step_seconds for run in result.runs)
-    extremes = f" ({times[0]:.1f} to {times[-1]:.1f})" if len(times) > 1 else ""
-    return f"{1000 * result.step_seconds:.1f}{extremes}"
-
-
 def can_draw() -> bool:
     """Return whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
@@ -173,6 +173,7 @@ def can_draw() -> bool:
 
 def draw(results: Sequence[Result], file: Path) -> None:
     """Draw samples per second, peak memory and efficiency over devices into a file, one line per strategy."""
+    # matplotlib is optional. A Figure without pyplot needs no display, and leaves no figure open.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 3.6), layout="constrained")

@@ -49,19 +49,24 @@ class MeasuredRun:
 def run(case: Case, options: BenchOptions) -> MeasuredRun:
     """Run the recipe under one strategy without validation, checkpoints, loggers and callbacks."""
     with tempfile.TemporaryDirectory() as folder:
+        # A process of its own, so that no process group, GPU memory or patch of a run reaches the next.
         process = subprocess.Popen(
             [sys.executable, "-m", "lightning_distrec", *arguments(case, options, folder)],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # the ranks that it starts belong to the session too, so that all can be killed
+            # The ranks that it starts belong to the session's process group too, so that all can be killed at once.
+            start_new_session=True,
         )
         try:
             stderr = process.communicate(timeout=options.timeout_seconds)[1]
         except subprocess.TimeoutExpired:
             return MeasuredRun(failure=f"the run did not end within {options.timeout_seconds:g} s")
         finally:
-            _kill_session(process)
+            # Also where the run has ended: ranks of it may live on, and would slow down the next run.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
         if process.returncode:
             return MeasuredRun(failure=failure_in(stderr, process.returncode))
         files = sorted(Path(folder).glob("*.json"))
@@ -70,8 +75,10 @@ def run(case: Case, options: BenchOptions) -> MeasuredRun:
 
 def arguments(case: Case, options: BenchOptions, folder: str) -> list[str]:
     """Return the command line of a run, without the program."""
+    # By class_path, because the callback is constructed in the processes of the ranks.
     measures = {"class_path": "lightning_distrec.bench.measures.Measures"}
     measures_options = {"folder": folder, "warmup_steps": options.warmup_steps}
+    # These override the YAML: limits other than max_steps are lifted, so that all cases make the same steps.
     trainer: dict[str, object] = {
         "strategy": case.strategy,
         "devices": case.devices,
@@ -96,6 +103,7 @@ def summarize(ranks: Sequence[dict], devices: int, steps: int) -> MeasuredRun:
     """Return the measurements of a run. ranks: what the `Measures` of each rank wrote."""
     if len(ranks) != devices:
         return MeasuredRun(failure=f"{len(ranks)} of {devices} ranks wrote measurements")
+    # Data may end on one rank before the others: steps that all have made count.
     seconds = [max(times) for times in zip(*(rank["seconds"] for rank in ranks), strict=False)]
     if not seconds:
         return MeasuredRun(failure=f"the data ended before {steps} steps were measured")
@@ -110,9 +118,11 @@ def summarize(ranks: Sequence[dict], devices: int, steps: int) -> MeasuredRun:
 
 def failure_in(stderr: str, code: int) -> str:
     """Return why a run failed: our error in its stderr, else the last error, else the last line."""
+    # Lines that end a traceback, also behind torch's prefix, as in '[rank1]: package.SomeError: message'.
     errors = re.findall(
         r"^\W*(?:\[?rank\W*\d+\]?:?\s*)?((?:\w+\.)*\w*(?:Error|Exception)): (.+)$", stderr, re.MULTILINE
     )
+    # A RankError only repeats on one rank what another has raised, which is in the text too.
     package_errors = [
         text for name, text in errors if name.startswith("lightning_distrec.errors.") and "RankError" not in name
     ]
@@ -122,10 +132,3 @@ def failure_in(stderr: str, code: int) -> str:
         return f"{errors[-1][0]}: {errors[-1][1]}"
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     return lines[-1] if lines else f"the run ended with exit code {code}"
-
-
-def _kill_session(process: "subprocess.Popen[str]") -> None:
-    """Kill all processes of the session that a run was started in."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()

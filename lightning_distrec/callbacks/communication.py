@@ -116,10 +116,14 @@ class Communication(Callback):
         self._log_times.start()
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return
+        # torchrun sets it, and our strategies while they run. Without it, which bytes leave the node is unknown and not
+        # shown.
         local = environ.get("LOCAL_WORLD_SIZE", "")
         self._ranks_on_node = int(local) if local.isdecimal() and int(local) else None
         reducing = [ddp for ddp in find_ddps(trainer) if not has_comm_hook(ddp)]  # the calls of hooks are seen
         self._reductions = [(ddp, *reduced_bytes(ddp, self._ranks_on_node)) for ddp in reducing]
+        # These replace functions of torch.distributed for the whole process, so on_exception and teardown undo them
+        # too.
         undo = ExitStack()
         undo.enter_context(watch_collectives((*EXCHANGES, *RINGS), self._count_call))
         undo.enter_context(watch_sends(self._count_send))
@@ -130,6 +134,7 @@ class Communication(Callback):
         # Not on_after_backward: a callback that overrides it may read the tables' gradients, so that no table could be
         # updated inside of backward.
         for ddp, sent, across_nodes in self._reductions:
+            # False while gradients accumulate: Lightning runs backward inside of DDP's no_sync then.
             if ddp.require_backward_grad_sync:
                 self._count(DENSE_GRADIENTS, sent, across_nodes, calls=0)  # DDP's calls are not seen
 
@@ -139,6 +144,7 @@ class Communication(Callback):
     ) -> None:
         self._fit.steps += 1
         self._since_log.steps += 1
+        # Those that are still in flight are added to a later step.
         self._add_times()
         if self._log_times.due(trainer):
             if trainer.is_global_zero and self._unwatch is not None:
@@ -156,6 +162,8 @@ class Communication(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Collective. Gather the counts of all ranks."""
+        # Stopped first, so that the gather is not counted. All ranks make it or none does: a rank watches where the
+        # world has several ranks.
         watched = self._unwatch is not None
         self._stop()
         self._add_times()
@@ -188,6 +196,7 @@ class Communication(Callback):
         group = arguments.get("group")
         if dist.get_rank(group) < 0:  # this rank is not in the group: the call does nothing
             return None
+        # Global ranks, because nodes are numbered by them; a rank in a subgroup has another number.
         ranks = dist.get_process_group_ranks(group)
         if name in EXCHANGES:
             sent, across = exchanged_bytes(arguments, ranks, dist.get_rank(), self._ranks_on_node)
@@ -195,10 +204,12 @@ class Communication(Callback):
             sent, across = ring_bytes(name, arguments, ranks, self._ranks_on_node)
         kind = classify_call(name, dtype_sent(arguments), caller)
         self._count(kind, sent, across, calls=1)
+        # Validation's exchanges end in no training step: neither counts nor times of them are kept.
         if self._evaluating:
             return None
         begin, ended = time.perf_counter(), self._ended
         if name not in WITH_FUTURES or dist.get_backend(group) != "gloo":
+            # One nan makes the sum of its kind nan, so that no time is shown rather than that of some calls.
             ended.append((kind, nan))  # the time of this kind is not known
             return None
         # It runs in gloo's thread, so it only leaves the time: deques take entries from any thread.
@@ -239,6 +250,7 @@ class Communication(Callback):
         """Collective. Return numbers per step, shape (ranks, 4, kinds): bytes, those across nodes, calls, seconds."""
         fit = self._fit
         counts = [list(counts.values()) for counts in (fit.sent, fit.across_nodes, fit.calls, fit.seconds)]
+        # float64: beyond 2**24, which is 16 MB, float32 does not count single bytes.
         numbers = torch.tensor(counts, dtype=torch.float64, device=trainer.strategy.root_device) / self._fit.steps
         gathered = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
         dist.all_gather(gathered, numbers)
@@ -251,6 +263,7 @@ def find_ddps(trainer: Trainer) -> list[DistributedDataParallel]:
     ddps = [] if model is None else [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
     setup = getattr(trainer.strategy, "run_tables", None)  # TorchRecShardedStrategy's
     if setup is not None:
+        # TorchRec keeps the lookups that it wraps in DDP in a plain list, which `modules()` does not visit.
         for sharded in setup.shards.sharded.values():
             ddps += ddp_of_data_parallel_tables(sharded)
     return ddps

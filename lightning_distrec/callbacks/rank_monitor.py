@@ -68,6 +68,7 @@ class RankMonitor(Clocked):
         self._latest, self._fit, self._named, self.summary = Totals(), Totals(), set(), {}
         self._log_times.start()
         self._board = RecordBoard(f"lightning_distrec/ranks/{next(_fits)}/", trainer.global_rank)
+        # Every rank asks for it, although rank 0 alone writes there: the property is a collective.
         self._folder = trainer.log_dir  # Lightning broadcasts it
         self.clock.start()
 
@@ -85,6 +86,7 @@ class RankMonitor(Clocked):
         if self._log_times.due(trainer):
             self._put(trainer, "latest")
             self._latest = Totals()
+            # Rank 0 takes the records that are there: of a rank that is behind, the one before. So nobody waits.
             if trainer.is_global_zero:
                 self._log(trainer, self._board.records("latest"))
 
@@ -96,6 +98,7 @@ class RankMonitor(Clocked):
             return
         self._put(trainer, "last")
         if trainer.is_global_zero:
+            # The store lives as long as the process group, which further fits use: what is read is removed.
             records = self._board.records("last", WAIT_SECONDS)
             self.summary = summarize_ranks(records, self._board.missing(records), self._share)
             self._board.clear()
@@ -105,6 +108,7 @@ class RankMonitor(Clocked):
         """Print the summary and write it, on rank 0."""
         if not self.summary:
             return
+        # Communication has gathered in on_train_end, which is over for all callbacks, in whatever order they are.
         counts = [callback for callback in trainer.callbacks if isinstance(callback, Communication)]  # type: ignore[attr-defined]
         self.summary["bytes_sent_per_step"] = counts[0].mean_bytes_per_step if counts else {}
         self.summary["exchanges_per_step"] = counts[0].mean_exchanges_per_step if counts else {}
@@ -113,6 +117,7 @@ class RankMonitor(Clocked):
             trainer.progress_bar_callback.teardown(trainer, pl_module, "fit")
         print_summary(self.summary)
         trial = trainer.fast_dev_run  # type: ignore[attr-defined]  # set where Lightning's types do not look
+        # Loggers may write to remote storage, where Path would make a local folder named 's3:'.
         if self._folder and "://" not in self._folder and not trial:
             file = Path(self._folder, FILE)
             try:
@@ -129,6 +134,7 @@ class RankMonitor(Clocked):
     def _log(self, trainer: Trainer, records: list[RankRecord]) -> None:
         log(trainer, rank_numbers(records))
         slow = [records[place].rank for place in stragglers([record.latest for record in records], self._share)]
+        # Once a fit for each rank: a slow host stays slow, and would fill the log.
         if new := sorted(set(slow) - self._named):
             self._named |= set(new)
             hosts = ", ".join(sorted({record.host for record in records if record.rank in new}))

@@ -20,6 +20,7 @@ from lightning_distrec._compat.torch import default_store
 from lightning_distrec.spans import BACKWARD, WAIT_CONTROL_MESSAGE, WAIT_INPUT_DIST, WAIT_OUTPUT_DIST
 from lightning_distrec.units import format_bytes, format_ranks
 
+# What waits for other ranks. A wait for data is a rank's own time: its loader is slow.
 WAITS_FOR_RANKS = (WAIT_INPUT_DIST, WAIT_OUTPUT_DIST, WAIT_CONTROL_MESSAGE)
 MAX_SHOWN_RANKS = 16
 
@@ -82,7 +83,9 @@ class RankRecord:
 def memory_of_rank(device: torch.device) -> dict[str, int]:
     """Return bytes by name: of this process, and on a GPU those of torch's allocator. Nothing waits for the device."""
     with open("/proc/self/statm") as file:
+        # The second number of statm: resident pages.
         resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    # ru_maxrss is in KiB on Linux. The kernel's two counts are not exact, and the peak may read lower than the present.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     memory = {"process": resident, "process_peak": max(peak, resident)}
     if device.type == "cuda":
@@ -98,11 +101,14 @@ class RecordBoard:
     def __init__(self, name: str, rank: int) -> None:
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self._num_ranks = dist.get_world_size() if several else 1
+        # A store in memory, where there is no process group, lets one process go the same way.
         self._store = default_store() if several else dist.HashStore()
         self._name, self._rank = name, rank
 
     def put(self, record: RankRecord, kind: str) -> None:
         """Leave a record of a kind, in place of the one before."""
+        # Setting a key does not wait for other ranks, as a collective would. JSON, because pickle would run what it
+        # reads.
         self._store.set(self._key(kind, self._rank), record.json())
 
     def records(self, kind: str, wait_seconds: float = 0.0) -> list[RankRecord]:
@@ -131,6 +137,7 @@ def stragglers(totals: Sequence[Totals], share: float) -> list[int]:
     """Return the places of those whose own time is above the median by more than `share` of a step."""
     own_ms = [total.ms(total.own) for total in totals]
     step = mean(total.ms(total.seconds) for total in totals)
+    # By the median, which one slow rank does not move.
     return [place for place, ms in enumerate(own_ms) if ms - median(own_ms) > share * step]
 
 
@@ -162,6 +169,7 @@ def summarize_ranks(records: Sequence[RankRecord], missing: Sequence[int], share
         "ranks": len(records) + len(missing),
         "ranks_without_record": list(missing),
         "steps": max(fit.steps for fit in fits),
+        # All ranks' samples over the time of the slowest, for which the others wait.
         "samples_per_second": sum(fit.samples for fit in fits) / seconds if seconds else 0.0,
         "step_ms": step,
         "ms_per_step": {**span_ms, "other": step - sum(span_ms.values())} if span_ms else {},

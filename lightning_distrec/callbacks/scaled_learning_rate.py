@@ -75,6 +75,8 @@ class ScaledLearningRate(Callback):
                 "number of ranks and would be scaled again. Run the finder without ScaledLearningRate, then set "
                 "base_ranks to the number of ranks it ran on."
             )
+        # Not world_size: the global batch grows with ranks that have batches of their own, and ranks of one pipeline
+        # share theirs.
         num_ranks = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
         ratio = num_ranks / self._base_ranks
         self._factor = ratio if self._rule == "linear" else ratio**0.5
@@ -134,6 +136,7 @@ class ScaledLearningRate(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
+        # Before training starts, what a checkpoint has brought is passed on.
         return {"steps": [scaled.steps for scaled in self._scaled] or self._steps}
 
     @override
@@ -159,6 +162,8 @@ class ScaledSteps:
         self.is_stepping = False
         self._factor_at = factor_at
         self._groups: list[tuple[dict[str, Any], Any]] = []
+        # Hooks of torch, which run before the closure. Lightning's on_before_optimizer_step comes after backward, when
+        # fused tables have used the rate.
         self._hooks = [
             optimizers[0].register_step_pre_hook(self._begin),
             optimizers[0].register_step_post_hook(self._end),
@@ -175,6 +180,7 @@ class ScaledSteps:
         self._restore()  # after a step that failed: optimizers call no hook then
         factor = self._factor_at(self.steps)
         self._groups = [(group, group["lr"]) for member in self._optimizers for group in member.param_groups]
+        # Also where the factor is 1: a new object, by which _restore sees whether the user has set a rate meanwhile.
         self.used = [rate * factor for _, rate in self._groups]
         for (group, _), rate in zip(self._groups, self.used, strict=True):
             group["lr"] = rate
@@ -193,7 +199,9 @@ class ScaledSteps:
     def _restore(self) -> int | None:
         """Restore the groups' own rates; returns the number of a group whose rate was changed meanwhile, or None."""
         changed = None
+        # `used` outlives its step, for the loggers; without a step the groups are fewer, hence strict=False.
         for number, ((group, plain), used) in enumerate(zip(self._groups, self.used, strict=False)):
+            # By identity: a rate set to an equal number is set all the same, and is the user's.
             if group["lr"] is used:
                 group["lr"] = plain
             else:

@@ -47,16 +47,20 @@ _OF_ROWS = ("torchrec.distributed.comm_ops", "lightning_distrec.sharding.lookup.
 
 def classify_call(name: str, dtype: torch.dtype, caller: str) -> str:
     """Return the kind of a call. caller: the module that makes it, which identifies torchrec's calls and ours."""
+    # Modules are looked at before dtypes: control messages may be integers, as ids are.
     if caller.startswith("lightning_distrec.cluster."):
         return OTHER
     if caller == "torchrec.distributed.dist_data":
         return IDS  # including the weights of ids, which are floats
     if name in EXCHANGES and dtype in (torch.int32, torch.int64):
         return IDS
+    # Weights follow their ids in forward; in backward this module sends their gradients, with those of rows.
     if caller.endswith(".weights_exchange") and not in_backward():
         return IDS
+    # TorchRec sends rows in forward and their gradients in backward by the same calls: autograd alone shows which.
     if name in EXCHANGES or caller.startswith(_OF_ROWS):
         return ROW_GRADIENTS if in_backward() else ROWS
+    # FSDP2 reduces gradients by reduce-scatter, and between replicas (HSDP) by all-reduce.
     if caller.startswith(FSDP):
         return GATHERED if name.startswith("all_gather") else DENSE_GRADIENTS
     if caller.startswith("lightning_distrec.sharding.replica_exchange"):
@@ -74,6 +78,7 @@ def sent_by_stage(
     caller: the function of torch's PipelineStage that makes it.
     """
     sent = float(_bytes(tensor))
+    # Nodes have equal numbers of ranks, and ranks are numbered node by node, as launchers do it.
     is_away = ranks_on_node is not None and to_rank // ranks_on_node != rank // ranks_on_node
     return STAGE_GRADIENTS if caller == "get_bwd_send_ops" else STAGE_OUTPUTS, sent, sent if is_away else 0.0
 
@@ -90,8 +95,11 @@ def exchanged_bytes(
     else:
         sent = arguments["input"]
         splits = arguments.get("input_split_sizes")
+        # Splits count rows of dim 0. A rank may have none to send; 1 then only avoids the division by zero.
         rows = len(sent) or 1
+        # Without splits torch divides the rows equally among the group's ranks.
         chunks = [_bytes(sent) * split / rows for split in splits or [len(sent) / len(ranks)] * len(ranks)]
+    # The chunk of a rank for itself is copied, not sent.
     to_others = [(other, chunk) for other, chunk in zip(ranks, chunks, strict=True) if other != rank]
     away = [chunk for other, chunk in to_others if ranks_on_node and other // ranks_on_node != rank // ranks_on_node]
     return float(sum(chunk for _, chunk in to_others)), float(sum(away))
@@ -106,14 +114,17 @@ def ring_bytes(
     """
     num_others = len(ranks) - 1
     if name == "all_reduce":
+        # A reduce-scatter, then an all-gather: each sends (W - 1) / W of the bytes.
         sent = 2 * _bytes(arguments["tensor"]) * num_others / len(ranks)
     elif name == "broadcast":
+        # W - 1 of the W ranks pass it on; the last one has nothing to send.
         sent = _bytes(arguments["tensor"]) * num_others / len(ranks)
     elif name == "reduce_scatter":
         sent = sum(map(_bytes, arguments["input_list"])) * num_others / len(ranks)
     elif name in ("reduce_scatter_tensor", "reduce_scatter_single"):
         sent = _bytes(arguments["input"]) * num_others / len(ranks)
     else:
+        # Here the argument is one rank's shard, and each rank sends W - 1 of those.
         sent = _bytes(arguments["tensor" if name == "all_gather" else "input_tensor"]) * num_others
     return float(sent), float(sent) * _share_across_nodes(ranks, ranks_on_node)
 
@@ -123,6 +134,7 @@ def reduced_bytes(ddp: DistributedDataParallel, ranks_on_node: int | None) -> tu
     gradients = sum(
         _bytes(parameter)
         for name, parameter in ddp.module.named_parameters()
+        # Sharded tables are ignored: DDP must not reduce rows that only one rank has.
         if parameter.requires_grad and name not in ddp.parameters_to_ignore
     )
     ranks = dist.get_process_group_ranks(ddp.process_group)
@@ -146,6 +158,7 @@ def _bytes(tensor: Tensor) -> int:
 def _share_across_nodes(ranks: list[int], ranks_on_node: int | None) -> float:
     if not ranks_on_node:
         return 0.0
+    # One link of the ring leaves each node, out of as many links as ranks. Within one node none does.
     nodes = len({rank // ranks_on_node for rank in ranks})
     return nodes / len(ranks) if nodes > 1 else 0.0
 

@@ -17,6 +17,7 @@ from lightning_distrec.spans import STAGE_BACKWARD, STAGE_FORWARD, STAGE_LOSS, S
 
 KINDS = (STAGE_FORWARD, STAGE_BACKWARD, STAGE_LOSS)
 COLORS = ("#4c9be8", "#f0a04b", "#8bc48a")
+# Pixels: the picture's width, the height of a rank's row, and the margins for ranks' names and the title.
 WIDTH, ROW, LEFT, TOP = 960, 34, 70, 46
 
 
@@ -66,6 +67,7 @@ class StageSchedule(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        # Subscribed for one step alone: without subscribers spans cost nearly nothing.
         if self._seen == self._step:
             self._spans = []
             self._unsubscribe = subscribe(self._spans.append)
@@ -75,10 +77,12 @@ class StageSchedule(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._seen += 1
+        # All ranks draw the same batch, by their own count, so that all reach the exchange below.
         if self._unsubscribe is None:
             return
         self._unsubscribe()
         self._unsubscribe = None
+        # Ranks of other pipelines compute the same with other batches: they are gathered, but not drawn.
         ranks: Any = trainer.strategy.ranks  # type: ignore[attr-defined]
         work = [item for item in self._gathered(trainer.strategy.root_device) if item.rank < ranks.num_ranks]
         microbatches = 1 + max(item.microbatch for item in work)
@@ -105,11 +109,14 @@ class StageSchedule(Callback):
         for span in self._spans:
             kind = next((i for i, name in enumerate(KINDS) if span.name.startswith(f"{name} ")), None)
             if kind is not None:
+                # The names end in the stage's and the micro-batch's numbers: see spans.py.
                 stage, microbatch = map(int, span.name.split()[-2:])
                 rows.append([kind, stage, microbatch, span.begin - self._zero, span.end - self._zero])
+        # float64: an hour after the start float32 resolves a quarter of a millisecond only.
         local_rows = torch.tensor(rows, dtype=torch.float64, device=device).reshape(-1, 5)
         counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
         dist.all_gather(counts, torch.tensor([len(local_rows)], device=device))
+        # all_gather takes equal shapes, and ranks differ: the last stage's rank has spans of the loss too.
         padded = torch.zeros(int(max(counts)), 5, dtype=torch.float64, device=device)
         padded[: len(local_rows)] = local_rows
         gathered = [torch.empty_like(padded) for _ in counts]
@@ -136,6 +143,7 @@ def align_clocks(device: torch.device, rounds: int = 5) -> float:
     local = torch.tensor(moments, dtype=torch.float64, device=device)
     gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, local)
+    # Rank 0's first moment, in this rank's clock: perf_counter counts from a moment that differs between nodes.
     return float(gathered[0][0]) + float((local - gathered[0]).median())
 
 
@@ -161,6 +169,7 @@ def draw_schedule(work: list[Work], title: str) -> str:
         parts.append(f'<text x="10" y="{y + 19}">rank {rank}</text>')
         parts.append(f'<rect x="{LEFT}" y="{y}" width="{WIDTH - LEFT - 10}" height="{ROW - 6}" fill="#e9edf1"/>')
     for item in work:
+        # A rank with several stages draws its later ones paler: stage s is on rank s modulo ranks.
         x, width = LEFT + (item.begin - begin) * scale, (item.end - item.begin) * scale
         y, opacity = TOP + item.rank * ROW, 1.0 - 0.5 * (item.stage // rows) / max(1, num_stages // rows)
         name = f"{KINDS[item.kind]}, stage {item.stage}, micro-batch {item.microbatch}"
@@ -170,6 +179,7 @@ def draw_schedule(work: list[Work], title: str) -> str:
             f'fill-opacity="{opacity:.2f}" stroke="white" stroke-width="0.5">'
             f"<title>{name}: {milliseconds:.2f} ms</title></rect>"
         )
+        # Narrower bars have no place for a number. All have a title, which browsers show at the pointer.
         if width > 14:
             parts.append(f'<text x="{x + width / 2:.2f}" y="{y + 18}" text-anchor="middle">{item.microbatch}</text>')
     y = TOP + rows * ROW + 8

@@ -48,6 +48,7 @@ class StepClock:
 
     def begin(self) -> None:
         """Begin a step now; the time since the end of the last one belongs to no step."""
+        # process_time counts CPU time of all threads: also those of autograd, gloo and data loading in this process.
         self._begin, self._cpu_begin = time.perf_counter(), time.process_time()
         self._paused_seconds, self._paused_at, self._spans = 0.0, None, []
 
@@ -59,17 +60,20 @@ class StepClock:
         """Continue after `pause`."""
         if self._paused_at is not None:
             self._paused_seconds += time.perf_counter() - self._paused_at
+            # A step's CPU time is one difference of two readings, so its begin moves on by what the pause took.
             self._cpu_begin += time.process_time() - self._cpu_paused
             self._paused_at = None
 
     def end(self) -> Step:
         """End the step and begin the next."""
+        # One reading of the clock ends a step and begins the next, so that no time is lost between them.
         begin, paused, spans, cpu = self._begin, self._paused_seconds, self._spans, self._cpu_begin
         self.begin()
         return Step(begin, self._begin, self._begin - begin - paused, spans, self._cpu_begin - cpu)
 
     def stop(self) -> None:
         """Stop collecting spans; may be called at any time, and more than once."""
+        # on_exception, teardown and a new fit may all come here.
         if self._unsubscribe is not None:
             self._unsubscribe()
             self._unsubscribe = None
@@ -97,6 +101,7 @@ class Clocked(Callback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # It runs between two batches of training, within what the clock takes for a step.
         self.clock.pause()
 
     @override
@@ -134,6 +139,7 @@ def exclusive_spans(spans: Iterable[Span]) -> list[Span]:
                 open_spans.pop()
         position = moment
 
+    # Spans arrive by their ends. Of two that begin together the longer one contains the other, so it opens first.
     for span in sorted(spans, key=lambda s: (s.begin, -s.end)):
         until(span.begin)
         open_spans.append(span)
@@ -145,6 +151,7 @@ def seconds_by_span(step: Step) -> dict[str, float]:
     """Return name -> seconds of the step in spans of this name, without the spans nested in them."""
     seconds: dict[str, float] = {}
     for span in exclusive_spans(step.spans):
+        # A span counts in the step in which it ends, with its time in that step alone.
         seconds[span.name] = seconds.get(span.name, 0.0) + max(span.end - max(span.begin, step.begin), 0.0)
     return seconds
 
@@ -168,6 +175,7 @@ class LogTimes:
         """Return whether to log at the end of this batch; once per step when gradients accumulate over batches."""
         every = self._every or trainer.log_every_n_steps  # type: ignore[attr-defined]  # set at run time
         step = batches_that_stepped(trainer)
+        # Lightning raises the number after the batch that steps: batches of one accumulation have the same number.
         if not every or step == self._last or (step + 1) % every:
             return False
         self._last = step

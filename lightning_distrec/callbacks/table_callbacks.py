@@ -49,6 +49,7 @@ class PlanLogger(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the plan on rank 0. Raises ConfigError: the folder is not writable."""
         trial = trainer.fast_dev_run  # type: ignore[attr-defined]  # set where Lightning's types do not look
+        # Nothing below is a collective, so that other ranks may go on to the first step.
         if trial or not trainer.is_global_zero:
             return
         setup = getattr(trainer.strategy, "run_tables", None)  # TorchRecShardedStrategy's
@@ -58,7 +59,7 @@ class PlanLogger(Callback):
                 "strategy='torchrec_sharded', or remove PlanLogger from the Trainer's callbacks."
             )
             return
-        image_loggers = [logger for logger in trainer.loggers if _accepts_images(logger)]
+        image_loggers: list[Any] = [logger for logger in trainer.loggers if _accepts_images(logger)]
         folder = Path(self._path or _folder_of(trainer))
         try:
             pictures = setup.write_plan(folder, picture_files=not image_loggers)
@@ -69,12 +70,17 @@ class PlanLogger(Callback):
             ) from error
         for logger in image_loggers:
             for name, data in pictures.items():
-                _log_image(logger, f"plan/{name}", _pixels(data), trainer.global_step)
+                pixels, step = _pixels(data), trainer.global_step
+                if isinstance(logger, TensorBoardLogger):
+                    logger.experiment.add_image(f"plan/{name}", pixels, global_step=step, dataformats="HWC")
+                else:
+                    logger.log_image(key=f"plan/{name}", images=[pixels])
         rank_zero_info(f"PlanLogger: wrote the sharding plan to {folder / 'plan.html'}.")
 
 
 def _folder_of(trainer: Trainer) -> str:
-    """Return the folder that loggers write to. Trainer.log_dir is a collective, and this runs on one rank only."""
+    """Return the folder that loggers write to."""
+    # Not Trainer.log_dir: it broadcasts, and this runs on one rank only.
     for logger in trainer.loggers:
         if folder := logger.log_dir or logger.save_dir:
             return str(folder)
@@ -85,17 +91,12 @@ def _accepts_images(logger: Logger) -> bool:
     return isinstance(logger, TensorBoardLogger) or callable(getattr(logger, "log_image", None))
 
 
-def _log_image(logger: Any, name: str, pixels: Any, step: int) -> None:
-    if isinstance(logger, TensorBoardLogger):
-        logger.experiment.add_image(name, pixels, global_step=step, dataformats="HWC")
-    else:
-        logger.log_image(key=name, images=[pixels])
-
-
 def _pixels(png: bytes) -> Any:
     """Return the pixels of a figure, (height, width, 3) bytes."""
+    # Optional, and slow to import: only where there are figures to log.
     from matplotlib.image import imread
 
+    # imread gives floats from 0 to 1, and an alpha channel after the colors.
     return np.rint(imread(io.BytesIO(png), format="png")[..., :3] * 255).astype(np.uint8)
 
 
@@ -129,8 +130,11 @@ class DynamicIds(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        # The counts are a collective. All ranks have the same tables and number of steps, so all return here or none
+        # does.
         if not self._last_numbers or not self._log_times.due(trainer):
             return
+        # The mapping counts from its beginning on; an entry is about the time since the one before.
         numbers, entry = self._numbers(trainer), {}
         for table, (rows, occupied, looked_up, shared, evicted) in numbers.items():
             _, _, looked_up_before, shared_before, evicted_before = self._last_numbers[table]
@@ -164,12 +168,14 @@ class NormalizeRows(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Also the second names of shared weights: users may name either.
         parameters = dict(pl_module.named_parameters(remove_duplicate=False))
         for name in self._names:
             if name not in parameters:
                 raise ConfigError(
                     f"NormalizeRows: the module has no parameter '{name}'; it has {', '.join(parameters)}."
                 )
+            # By attributes, since callbacks know no strategies: under ddp_tuned there is nothing to refuse.
             if refuse := getattr(trainer.strategy, "refuse_to_scale", None):
                 refuse(name, self._max_norm)
 
@@ -179,6 +185,8 @@ class NormalizeRows(Callback):
     ) -> None:
         scale_table = getattr(trainer.strategy, "scale_rows", None)
         for name in self._names:
+            # A sharded table's weight is not in the module as a tensor of all rows: the strategy scales its shards.
+            # False: it is no sharded table.
             if scale_table is None or not scale_table(name, self._max_norm):
                 scale_rows(pl_module.get_parameter(name).detach(), self._max_norm)
 
@@ -186,5 +194,6 @@ class NormalizeRows(Callback):
 @torch.no_grad()
 def scale_rows(weight: Tensor, max_norm: float | None) -> None:
     """Scale the rows of `weight`, (num_rows, dim), in place; see NormalizeRows."""
+    # 1e-12 is the eps of torch.nn.functional.normalize: rows of zeros stay zeros.
     norms = torch.linalg.vector_norm(weight, dim=1, keepdim=True)
     weight.mul_((max_norm / norms.clamp_min(1e-12)).clamp(max=1.0)) if max_norm else weight.div_(norms.clamp_min(1e-12))

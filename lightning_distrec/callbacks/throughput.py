@@ -19,7 +19,7 @@ STEP_MS = "throughput/step_ms"
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class StepMeasurement:
     """The measurements of one step."""
 
     samples: int | None
@@ -47,7 +47,7 @@ class Throughput(Clocked):
             raise ConfigError(f"Throughput: window={window} must be at least 1 batch.")
         self._log_times = LogTimes("Throughput", every_n_steps)
         self._samples_from = samples_from
-        self._steps: deque[StepTimes] = deque(maxlen=window)
+        self._steps: deque[StepMeasurement] = deque(maxlen=window)
         self._counted = False
         self._num_ranks = 1
 
@@ -61,6 +61,7 @@ class Throughput(Clocked):
         names = dict.fromkeys(name for step in self._steps for name in step.seconds_by_span)
         seconds_of = {name: sum(step.seconds_by_span.get(name, 0.0) for step in self._steps) for name in names}
         if seconds_of:
+            # Exclusive spans can be added up: the rest of the step is in none of them.
             seconds_of["other"] = seconds - sum(seconds_of.values())
         numbers = {f"throughput/{name.replace(' ', '_')}_ms": total * per_step_ms for name, total in seconds_of.items()}
         samples_per_second = self._samples_per_second()
@@ -84,6 +85,7 @@ class Throughput(Clocked):
         self._counted = False
         # Ranks with batches of their own: those of one pipeline (pipeline_parallel) have the same.
         self._num_ranks = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+        # No exchange follows from this, so that one rank may measure alone.
         if trainer.is_global_zero:
             self.clock.start()
 
@@ -97,9 +99,10 @@ class Throughput(Clocked):
         if not self.clock.running:
             return
         step = self.clock.end()
-        self._steps.append(StepTimes(samples, step.seconds, seconds_by_span(step)))
+        self._steps.append(StepMeasurement(samples, step.seconds, seconds_by_span(step)))
         samples_per_second = self._samples_per_second()
         if samples_per_second is not None:
+            # Not by self.log(prog_bar=True), which would make a tensor on the device and wait for it.
             show_in_progress_bar(trainer, "samples/s", format_count(samples_per_second))
         if self._log_times.due(trainer):
             log(trainer, self.numbers)
@@ -112,6 +115,7 @@ class Throughput(Clocked):
 def format_count(number: float) -> str:
     """Return a number with three significant digits: 950, 12.3k, 1.23M."""
     units = ["", "k", "M", "G"]
+    # The bounds are where rounding would add a digit: 999.5 is 1.00k, and 99.95 is 100.
     while number >= 999.5 and len(units) > 1:
         number /= 1000
         units.pop(0)
@@ -122,13 +126,15 @@ def format_count(number: float) -> str:
 def count_samples(batch: Any, path: str | None = None, warn: bool = False) -> int | None:
     """Return the number of samples of a batch, or None if it is unknown.
 
-    where: see `Throughput.samples_from`. warn: warn if the number is unknown or ambiguous.
-    Raises ConfigError: the batch has nothing at `where`.
+    path: see `Throughput.samples_from`. warn: warn if the number is unknown or ambiguous.
+    Raises ConfigError: the batch has nothing at `path`.
     """
     value = batch if path is None else _at(batch, path)
     leaves = list(_leaves(value))
     for leaf in leaves:
-        if _is_keyed_jagged(leaf) and not leaf.variable_stride_per_key():
+        # By an attribute, so that strategies without tables need not import torchrec. Where keys have strides of their
+        # own, none of them is known to be the number of samples.
+        if hasattr(leaf, "stride_per_key") and not leaf.variable_stride_per_key():
             return int(leaf.stride())
     sizes = [int(leaf.shape[0]) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
     if not sizes and warn:
@@ -151,6 +157,7 @@ def _leaves(value: Any) -> Iterator[Any]:
         inner = list(value.values())
     elif isinstance(value, (list, tuple)):
         inner = list(value)
+    # is_dataclass holds for classes too, which have no values.
     elif is_dataclass(value) and not isinstance(value, type):
         inner = [getattr(value, field.name) for field in fields(value)]
     else:
@@ -160,16 +167,13 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield from _leaves(child)
 
 
-def _is_keyed_jagged(value: Any) -> bool:
-    return hasattr(value, "stride_per_key")  # without importing torchrec, which other strategies do not load
-
-
 def _at(batch: Any, path: str) -> Any:
     value = batch
     for name in path.split("."):
         try:
             if isinstance(value, Mapping):
                 value = value[name]
+            # Positions are numbers; the fields of a named tuple are attributes.
             elif isinstance(value, (list, tuple)) and name.isdecimal():
                 value = value[int(name)]
             else:

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_distrec._compat import hide_upstream_deprecations
-from lightning_distrec.advice.advise import Advice, ChosenOptions, advise, as_json, print_advice, read_options
+from lightning_distrec.advice.strategy_advice import Advice, ChosenOptions, advise, as_json, print_advice, read_options
 from lightning_distrec.callbacks.throughput import count_samples
 from lightning_distrec.cli.command_line import EXIT_OK, check_options, console
 from lightning_distrec.cli.lightning_cli import (

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_distrec import PipelineParallelStrategy, StageSchedule, TunedDDPStrategy
-from lightning_distrec.advice.advise import ChosenOptions, advise
+from lightning_distrec.advice.strategy_advice import ChosenOptions, advise
 from lightning_distrec.strategies.estimates.module_sizes import Job
 from lightning_distrec.strategies.estimates.step_profile import StepProfile, profile_step
 from lightning_distrec.strategies.stages.stage_options import StageOptions

@@ -56,12 +56,14 @@ def watch_modules(modules: Mapping[str, nn.Module], enter: Enter | None, leave: 
 @contextmanager
 def watch_blocks(module: nn.Module, profile: BlockProfile) -> Iterator[None]:
     """Record what the blocks of a module get while they run inside."""
+    # Held for the whole step: `is` below could meet another object at the address of one that was freed.
     outputs: dict[str, Any] = {}
 
     def enter(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if args and isinstance(args[0], Tensor):
             profile.input_bytes[path] = args[0].numel() * args[0].itemsize
             container, _, number = path.rpartition(".")
+            # The very object: an equal one may have passed through code between the blocks.
             if outputs.get(f"{container}.{int(number) - 1}") is args[0]:
                 profile.follows.add(path)
 
@@ -124,6 +126,7 @@ class StepTimes:
         measured = [times for moments in self.rounds if (times := self._round_times(moments, paths)) is not None]
         if not measured:
             return None
+        # The lowest, because other programs can only add time.
         lowest = [min(times) for times in zip(*measured, strict=True)]
         num = len(paths)
         return ChainTimes(
@@ -135,6 +138,7 @@ class StepTimes:
         )
 
     def _round_times(self, moments: BlockMoments, paths: Sequence[str]) -> list[float] | None:
+        # Without a backward all its times come out as 0: each begins and ends at the end of forward.
         gradient = moments.gradient if self.learns else dict.fromkeys(paths, moments.end)
         if any(path not in moments.leave or path not in gradient for path in paths):
             return None
@@ -157,6 +161,7 @@ def time_steps(
     """
 
     def read_clock() -> float:
+        # The GPU runs behind the host: without this wait, a block's time would be that of queuing its kernels.
         if module.device.type == "cuda":
             torch.cuda.synchronize(module.device)
         return time.perf_counter()
@@ -165,6 +170,7 @@ def time_steps(
     start = time.perf_counter()
     for number in range(MAX_ROUNDS):
         moments = BlockMoments()
+        # Each round does the same: gradients are written, not added to those of the round before.
         if learns:
             module.zero_grad(set_to_none=True)
         with _watch_moments(blocks, moments, read_clock):
@@ -178,6 +184,7 @@ def time_steps(
                 loss.backward()
                 moments.end = read_clock()
         is_late = time.perf_counter() - start > MAX_SECONDS
+        # The first round warms up. It counts where it was too slow for a second one.
         if number or is_late:
             times.rounds.append(moments)
         if is_late:

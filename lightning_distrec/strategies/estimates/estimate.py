@@ -39,6 +39,7 @@ class ShardedBytes:
         for parameter in parameters:
             itemsize, local_numel = self._job.itemsize(parameter), self._local_numel(parameter)
             memory["parameters"] += local_numel * itemsize
+            # The state is sharded as its parameter is.
             memory["optimizer state"] += parameter.state_numel * itemsize * local_numel / max(parameter.numel, 1)
             memory["gradients"] += local_numel * itemsize if parameter.requires_grad else 0
             if parameter.is_sharded:
@@ -65,17 +66,24 @@ class ShardedBytes:
         gathered = scattered = averaged = replicated = 0.0
         for parameter in parameters:
             itemsize = self._job.itemsize(parameter)
+            # Scalars and the like, which fully_shard leaves out, are averaged over all ranks.
             if not parameter.is_sharded:
                 averaged += parameter.numel * itemsize if parameter.requires_grad else 0
                 continue
             numel = self._local_numel(parameter) * self._ranks
             gathered_itemsize = self._gathered_itemsize(parameter)
-            gathered += self._num_gathers(parameter.block, last) * numel * gathered_itemsize
+            block, reshard = parameter.block, self._options.reshard_after_forward
+            # What is in no block is gathered twice where training_step calls self(batch): see
+            # docs/how_to/fsdp_tuned.md.
+            stays_gathered = block is not None and (reshard is False or (reshard == "auto" and block == last))
+            gathered += (1 if stays_gathered else 2) * numel * gathered_itemsize
             if parameter.requires_grad:
                 reduce = self._dtypes.reduce
                 reduced = numel * (gathered_itemsize if reduce is None else reduce.itemsize)
                 scattered += reduced
+                # Replicas average what reduce-scatter leaves on a rank, its shard.
                 replicated += reduced / self._ranks
+        # Of what is gathered or scattered, a rank sends all but its shard. An all-reduce is both, one after the other.
         share, between = (self._ranks - 1) / self._ranks, 2 * (self._replicas - 1) / self._replicas
         over_all = 2 * (self._job.num_ranks - 1) / self._job.num_ranks  # of those that are not sharded
         return {
@@ -83,12 +91,9 @@ class ShardedBytes:
             "dense gradients": share * scattered + between * replicated + over_all * averaged,
         }
 
-    def _num_gathers(self, block: int | None, last_block: int | None) -> int:
-        reshard = self._options.reshard_after_forward
-        stays_gathered = block is not None and (reshard is False or (reshard == "auto" and block == last_block))
-        return 1 if stays_gathered else 2
-
     def _gathered_itemsize(self, parameter: ParameterSize) -> int:
+        # Without autocast, nothing casts the inputs of what is in no block: it computes, and is gathered, in its own
+        # type.
         is_own = self._dtypes.param is None or (parameter.block is None and self._dtypes.casts)
         return self._job.itemsize(parameter) if is_own else self._dtypes.param.itemsize  # type: ignore[union-attr]
 
@@ -165,10 +170,12 @@ def estimate_strategies(
     except DistRecError as error:
         sharded = Estimate(strategy=FSDP, refused=str(error))
     estimates = [replicated, sharded]
+    # Where it is refused too, so that the reason is shown.
     if sizes.tables or TORCHREC in sizes.refused:
         tables = _tables_memory(sizes.tables, job) if planned is None else planned.memory
         sent = None if rows is None else rows | _ddp_sent(dense, job)
         estimates.append(Estimate(strategy=TORCHREC, memory=_added(replicated_memory(dense, job), tables), sent=sent))
+        # By the defaults: `options.fsdp` is of fsdp_tuned.
         shards = ShardedBytes(job)
         sent = None if rows is None else rows | shards.sent(dense)
         estimates.append(Estimate(strategy=TORCHREC_FSDP, memory=_added(shards.memory(dense), tables), sent=sent))
@@ -180,6 +187,7 @@ def _completed(
     estimate: Estimate, sizes: ModuleSizes, profile: StepProfile, job: Job, checkpointing: ActivationCheckpointing
 ) -> Estimate:
     """Return the estimate with buffers and activations, or with the reason why its strategy refuses the module."""
+    # By prefix: a module that torchrec_sharded refuses, it refuses with dense: fsdp as well.
     refused = next((reason for strategy, reason in sizes.refused.items() if estimate.strategy.startswith(strategy)), "")
     if refused or estimate.refused:
         return Estimate(strategy=estimate.strategy, refused=refused or estimate.refused)
@@ -195,6 +203,7 @@ def _completed(
                 target = int(MAX_MEMORY_SHARE * job.memory_bytes - fixed)
             layers = profile.saved.last_that_fit(layers, target)
         memory["activations"] = float(profile.saved.kept_bytes(layers))
+        # Backward computes one layer again at a time, so that the largest counts.
         memory["recomputed"] = float(max(map(profile.saved.layer_bytes, layers), default=0))
     return Estimate(strategy=estimate.strategy, memory=memory, sent=estimate.sent)
 
@@ -230,6 +239,7 @@ def _compression_memory(parameters: Iterable[ParameterSize], job: Job, options: 
     for p in parameters:
         if p.requires_grad:
             sent = _sent_numel(p, options)
+            # Gradients that are sent as they are need no matrices.
             state += job.itemsize(p) * (p.numel + (sent if sent < p.numel else 0))
     return {"exchange": float(state)}
 
@@ -238,6 +248,7 @@ def _sent_numel(parameter: ParameterSize, options: DenseOptions) -> int:
     """Return the elements of a gradient that ddp_tuned sends: all, or those of PowerSGD's two matrices."""
     if options.powersgd is None:
         return parameter.numel
+    # As PowerSGD sees it: a matrix of the first dim by all others.
     shape = torch.Size((parameter.rows, parameter.numel // max(parameter.rows, 1)))
     return sent_numbers(shape, options.powersgd.matrix_rank)
 

@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,6 +101,7 @@ def measure_module(
         try:
             sizes.recomputed[strategy] = list(find(measured))
         except DistRecError as error:
+            # The first reason stays: what FSDP2 cannot shard need not have layers to recompute.
             sizes.refused.setdefault(strategy, str(error))
     _measure_tables(measured, optimizers, settings, device_type, conversion, sizes)
     return sizes
@@ -165,6 +167,7 @@ def _state_numel(optimizers: list[Optimizer] | None, measured: nn.Module, sizes:
     if optimizers is None:
         return {id(p): UNKNOWN_TENSORS * p.numel() for p in measured.parameters() if p.requires_grad}
     state_numel: dict[int, int] = {}
+    # A set that keeps its order, for the message.
     unknown: dict[str, None] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -175,6 +178,7 @@ def _state_numel(optimizers: list[Optimizer] | None, measured: nn.Module, sizes:
                 if numel is None:
                     unknown[type(optimizer).__name__] = None
                     numel = UNKNOWN_TENSORS * parameter.numel()
+                # Added up, since several optimizers may have a state for one parameter.
                 state_numel[id(parameter)] = state_numel.get(id(parameter), 0) + numel
     if unknown:
         kinds = shortened(list(unknown), 3)
@@ -283,8 +287,12 @@ def meta_copy(module: LightningModule) -> LightningModule:
     Weights that are shared are shared in the copy too. Raises whatever the module's `__deepcopy__` and
     `configure_model` raise, which may need a Trainer.
     """
-    memo = without_trainer(module)
+    memo: dict[int, Any] = {}
+    with suppress(RuntimeError):  # the module is attached to no Trainer
+        # deepcopy returns what the memo has for an object: None for the Trainer, which has loops and loaders.
+        memo[id(module.trainer)] = None
     for parameter in module.parameters():
+        # deepcopy takes these for copies, and so allocates nothing; shared weights stay shared.
         memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
@@ -299,15 +307,8 @@ def configured_optimizers(module: LightningModule) -> list[Optimizer]:
     """Return the optimizers that `configure_optimizers` makes. Raises what it raises: it may need a Trainer."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # schedulers are made and dropped without a step
+        # Once each: with several schedulers an optimizer may be listed more than once.
         return list(dict.fromkeys(_optimizers_in(module.configure_optimizers())))
-
-
-def without_trainer(module: LightningModule) -> dict[int, Any]:
-    """Return a memo for copy.deepcopy in which the module's Trainer is already copied, as None."""
-    try:
-        return {id(module.trainer): None}
-    except RuntimeError:  # not attached
-        return {}
 
 
 def _optimizers_in(configured: Any) -> Iterator[Optimizer]:

@@ -42,12 +42,14 @@ class SavedActivations:
     def kept_bytes(self, recomputed: Collection[str] = ()) -> int:
         """Return the bytes that stay for backward, where the layers at these paths keep their inputs alone."""
         recomputed_set = set(recomputed)
+        # A storage stays if it is saved at least once while no layer that computes again runs.
         stored = {
             key: self.bytes_of[key]
             for key, savers in self.savers.items()
             if any(recomputed_set.isdisjoint(running) for running in savers)
         }
         for path in recomputed_set:
+            # Checkpointing keeps the inputs of a layer in place of what its forward saves.
             stored |= self.inputs.get(path, {})
         return sum(stored.values())
 
@@ -88,6 +90,7 @@ def count_saved(module: nn.Module, watched: Mapping[str, nn.Module]) -> Iterator
     parameter_storages = {t.untyped_storage().data_ptr() for t in [*module.parameters(), *module.buffers()]}
 
     def pack(tensor: Tensor) -> Tensor:
+        # Sparse tensors have no storage. What is saved lives until backward, so that no address is used twice.
         if tensor.layout == torch.strided and (key := tensor.untyped_storage().data_ptr()) not in parameter_storages:
             activations.bytes_of[key] = tensor.untyped_storage().nbytes()
             activations.savers.setdefault(key, []).append(frozenset(activations.running))
@@ -155,6 +158,7 @@ def profile_step(
     lookups: dict[str, Lookups] = {}
     batch_sizes: list[int] = []
     blocks, times = BlockProfile(), StepTimes()
+    # bfloat16 for 16-mixed too, which CPUs do not have: activations take the same bytes.
     autocast = torch.autocast(module.device.type, torch.bfloat16) if precision.endswith("-mixed") else nullcontext()
     try:
         with (
@@ -167,6 +171,7 @@ def profile_step(
             warnings.simplefilter("ignore")  # self.log without a Trainer
             loss = module.training_step(batch, 0)
             loss = loss["loss"] if isinstance(loss, dict) else loss
+            # Before backward, which frees what forward has saved, layer by layer.
             activation_bytes = saved.kept_bytes()
             if isinstance(loss, Tensor):
                 loss.backward()
@@ -222,4 +227,5 @@ def _counts(features: Any, output: Any) -> Iterator[tuple[str, int, int]]:
     elif hasattr(features, "length_per_key"):  # a KeyedJaggedTensor
         is_pooled = hasattr(output, "length_per_key")  # a KeyedTensor: a row for each feature and sample
         for feature, ids in zip(features.keys(), features.length_per_key(), strict=True):
+            # Lengths are sent with the ids: one for each sample.
             yield feature, ids + features.stride(), features.stride() if is_pooled else ids

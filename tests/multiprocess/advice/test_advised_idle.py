@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_distrec import PipelineParallelStrategy, StageSchedule
-from lightning_distrec.advice.advise import ChosenOptions, advise
+from lightning_distrec.advice.strategy_advice import ChosenOptions, advise
 from lightning_distrec.callbacks.stage_schedule import Work
 from lightning_distrec.strategies.estimates.module_sizes import Job
 from lightning_distrec.strategies.estimates.step_profile import profile_step

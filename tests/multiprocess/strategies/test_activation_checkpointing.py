@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_distrec import TorchRecShardedStrategy, TunedDDPStrategy, TunedFSDPStrategy
-from lightning_distrec.advice.advise import ChosenOptions, advise
+from lightning_distrec.advice.strategy_advice import ChosenOptions, advise
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.strategies.activations import checkpointed_layers
 from lightning_distrec.strategies.estimates.dense_options import DenseOptions, watched_layers

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from lightning_distrec.advice.advise import Advice, advise, as_json, print_advice
+from lightning_distrec.advice.strategy_advice import Advice, advise, as_json, print_advice
 from lightning_distrec.sharding.plain_embeddings import Conversion
 from lightning_distrec.strategies.estimates.estimate import Estimate, estimate_strategies
 from lightning_distrec.strategies.estimates.module_sizes import Job, measure_module

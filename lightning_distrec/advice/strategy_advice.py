@@ -1,4 +1,4 @@
-"""Chooses a strategy for a module on a arguments number of ranks with a arguments memory, and says why."""
+"""Chooses a strategy for a module on a number of ranks with a memory each, and says why."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -49,6 +49,7 @@ def read_options(strategy: Any) -> ChosenOptions:
 
     Raises ConfigError: a value cannot be.
     """
+    # A Namespace of jsonargparse: no strategy is constructed, so that its options are only checked where read.
     kind = str(getattr(strategy, "class_path", "")).rpartition(".")[2]
     arguments = dict(vars(getattr(strategy, "init_args", None) or SimpleNamespace()))
     note = f"options of {kind} are those of the YAML"
@@ -63,12 +64,14 @@ def read_options(strategy: Any) -> ChosenOptions:
     if kind == "TunedFSDPStrategy":
         return ChosenOptions(dense=DenseOptions(fsdp=_made(FSDPOptions, arguments)), note=note)
     if kind == "PipelineParallelStrategy":
+        # YAML gives lists, or null; StageOptions has tuples.
         ends = {name: tuple(arguments.get(name) or ()) for name in ("first_stage", "last_stage")}
         return ChosenOptions(stages=_made(StageOptions, arguments | ends), note=note)
     return ChosenOptions()
 
 
 def _plain(value: Any) -> Any:
+    # What jsonargparse has parsed to a dataclass is a Namespace, whose fields are its attributes.
     return value if isinstance(value, (Mapping, PowerSGDOptions)) else vars(value)
 
 
@@ -115,6 +118,7 @@ def advise(
     profile, options = profile or StepProfile(), options or ChosenOptions()
     conversion = Conversion()
     sizes = measure_module(module, settings, device_type, conversion, options.dense)
+    # A plan shows the fullest rank. Without one, tables are taken to be spread evenly, and a note reports it.
     planned, no_plan_reason = None, ""
     if sizes.tables and TORCHREC not in sizes.refused:
         table_settings = table_settings or TorchRecShardedStrategy().table_settings
@@ -134,6 +138,8 @@ def _choose(sizes: ModuleSizes, estimates: list[Estimate], job: Job, min_rows: i
     memory = f"{MAX_MEMORY_SHARE:.0%} of a rank's {format_bytes(job.memory_bytes)}"
     large = [table for table in sizes.tables if table.weight.rows >= min_rows]
     share = _share_of_tables(sizes)
+    # Large tables first: DDP would reduce the gradient of every row and FSDP gather every row, while lookups send those
+    # in use.
     torchrec, ddp, fsdp = candidates.get(TORCHREC), candidates[DDP], candidates[FSDP]
     if torchrec is not None and not torchrec.refused and large and share > MIN_TABLES_SHARE:
         tables_reason = _describe_tables(sizes.tables, large[0], share)
@@ -146,6 +152,7 @@ def _choose(sizes: ModuleSizes, estimates: list[Estimate], job: Job, min_rows: i
                 f"than {memory}, and with them sharded too, {format_bytes(hybrid.total)}"
             )
         return TORCHREC, f"{tables_reason}, although a rank needs more than {memory}: use more ranks"
+    # What fits is replicated: that sends less than FSDP, and no layer waits for its parameters.
     if ddp.total <= usable:
         return DDP, f"the replicated module needs {format_bytes(ddp.total)}, which is within {memory}"
     replicated = f"the replicated module needs {format_bytes(ddp.total)}, more than {memory}"
@@ -155,6 +162,7 @@ def _choose(sizes: ModuleSizes, estimates: list[Estimate], job: Job, min_rows: i
         sharded = f"; sharded over {quantity(job.num_ranks, 'rank')} it needs {format_bytes(fsdp.total)}"
         if fsdp.total <= usable:
             return FSDP, replicated + sharded
+    # Last, since ranks of a pipeline idle, and since it takes a module that is mainly a chain of blocks.
     stages = candidates[PIPELINE]
     if not stages.refused and stages.total <= usable:
         return PIPELINE, f"{replicated}{sharded}; the fullest stage needs {format_bytes(stages.total)}"
@@ -168,6 +176,7 @@ def _choose(sizes: ModuleSizes, estimates: list[Estimate], job: Job, min_rows: i
 def _without_activations(estimate: Estimate, usable: float) -> str:
     """Return what to do where only activations are too much; "" where other things are too."""
     activations = estimate.memory.get("activations", 0.0)
+    # Recomputing helps where all else fits; otherwise the advice would not be enough.
     if not activations or estimate.total - activations > usable:
         return ""
     return (
@@ -281,6 +290,7 @@ def as_json(advice: Advice) -> dict[str, Any]:
                 "memory_bytes": {use: round(number) for use, number in estimate.memory.items()},
                 "total_bytes": round(estimate.total),
                 "fits": advice.fits(estimate),
+                # `and` keeps None: unknown is not the same as nothing.
                 "sent_bytes_per_step": estimate.sent
                 and {kind: round(number) for kind, number in estimate.sent.items()},
                 "idle_share": estimate.idle and round(estimate.idle, 4),
