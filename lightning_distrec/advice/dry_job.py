@@ -111,7 +111,7 @@ def describe_misfit(plan: ShardingPlan, plan_name: str) -> str:
     """Return which rank lacks memory for a plan; "" where none does. plan_name: what messages call it."""
     if plan.fits:
         return ""
-    # The device's memory first: without it tables in the host's do not help.
+    # One lack at a time, and the device's first.
     memory = plan.memory if plan.host_memory is None or not plan.memory.fits else plan.host_memory
     rank = memory.worst
     return (

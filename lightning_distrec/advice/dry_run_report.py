@@ -60,7 +60,7 @@ def _columns(plan: ShardingPlan) -> list[tuple[str, Vector, Callable[[float], st
     columns: list[tuple[str, Vector, Callable[[float], str]]] = [
         ("memory for tables", memory.tables, format_bytes),
         *((f"... {part}", part_bytes, format_bytes) for part, part_bytes in plan.memory_parts().items()),
-        # 1 in place of 0 bytes, where a reservation leaves a rank nothing.
+        # 1 byte in place of none: no division by zero.
         ("... share of usable memory", memory.tables / np.maximum(memory.usable, 1), "{:.1%}".format),
         ("layers without tables", np.full(plan.num_ranks, plan.dense_bytes), format_bytes),
     ]

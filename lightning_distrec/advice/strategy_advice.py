@@ -152,7 +152,7 @@ def _choose(sizes: ModuleSizes, estimates: list[Estimate], job: Job, min_rows: i
                 f"than {memory}, and with them sharded too, {format_bytes(hybrid.total)}"
             )
         return TORCHREC, f"{tables_reason}, although a rank needs more than {memory}: use more ranks"
-    # What fits is replicated: that sends less than FSDP, and no layer waits for its parameters.
+    # What fits is replicated: that sends no more than FSDP does, and no layer waits for its parameters.
     if ddp.total <= usable:
         return DDP, f"the replicated module needs {format_bytes(ddp.total)}, which is within {memory}"
     replicated = f"the replicated module needs {format_bytes(ddp.total)}, more than {memory}"

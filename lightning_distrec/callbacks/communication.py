@@ -116,14 +116,12 @@ class Communication(Callback):
         self._log_times.start()
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        # torchrun sets it, and our strategies while they run. Without it, which bytes leave the node is unknown and not
-        # shown.
+        # torchrun sets it, and our strategies while they run. Without it, what leaves a node is unknown, and not shown.
         local = environ.get("LOCAL_WORLD_SIZE", "")
         self._ranks_on_node = int(local) if local.isdecimal() and int(local) else None
         reducing = [ddp for ddp in find_ddps(trainer) if not has_comm_hook(ddp)]  # the calls of hooks are seen
         self._reductions = [(ddp, *reduced_bytes(ddp, self._ranks_on_node)) for ddp in reducing]
-        # These replace functions of torch.distributed for the whole process, so on_exception and teardown undo them
-        # too.
+        # These replace functions of torch.distributed in this process: on_exception and teardown undo them too.
         undo = ExitStack()
         undo.enter_context(watch_collectives((*EXCHANGES, *RINGS), self._count_call))
         undo.enter_context(watch_sends(self._count_send))

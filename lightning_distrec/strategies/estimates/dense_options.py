@@ -57,7 +57,7 @@ class DenseOptions:
         """Return the same under fsdp_tuned."""
         if not self.fsdp.activation_checkpointing:
             return {}
-        # By identity: modules may define equality, and a shared one has one path here.
+        # Blocks come as modules, and options name paths; a module with several paths has its first one here.
         paths = {id(submodule): path for path, submodule in module.named_modules()}
         blocks = choose_blocks(module, self.fsdp.wrap, self.fsdp.min_num_parameters)
         return checkpointed_layers(module, self.fsdp.activation_checkpointing, {paths[id(b)]: b for b in blocks})

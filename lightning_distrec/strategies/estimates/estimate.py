@@ -73,8 +73,7 @@ class ShardedBytes:
             numel = self._local_numel(parameter) * self._ranks
             gathered_itemsize = self._gathered_itemsize(parameter)
             block, reshard = parameter.block, self._options.reshard_after_forward
-            # What is in no block is gathered twice where training_step calls self(batch): see
-            # docs/how_to/fsdp_tuned.md.
+            # What is in no block is gathered twice where training_step calls self(batch): docs/how_to/fsdp_tuned.md.
             stays_gathered = block is not None and (reshard is False or (reshard == "auto" and block == last))
             gathered += (1 if stays_gathered else 2) * numel * gathered_itemsize
             if parameter.requires_grad:
@@ -92,8 +91,7 @@ class ShardedBytes:
         }
 
     def _gathered_itemsize(self, parameter: ParameterSize) -> int:
-        # Without autocast, nothing casts the inputs of what is in no block: it computes, and is gathered, in its own
-        # type.
+        # Without autocast nothing casts inputs of what is in no block: it is gathered, and computes, in its own type.
         is_own = self._dtypes.param is None or (parameter.block is None and self._dtypes.casts)
         return self._job.itemsize(parameter) if is_own else self._dtypes.param.itemsize  # type: ignore[union-attr]
 

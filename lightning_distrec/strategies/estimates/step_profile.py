@@ -90,7 +90,7 @@ def count_saved(module: nn.Module, watched: Mapping[str, nn.Module]) -> Iterator
     parameter_storages = {t.untyped_storage().data_ptr() for t in [*module.parameters(), *module.buffers()]}
 
     def pack(tensor: Tensor) -> Tensor:
-        # Sparse tensors have no storage. What is saved lives until backward, so that no address is used twice.
+        # Sparse tensors have no storage. What is saved lives as long as the graph, so that addresses differ.
         if tensor.layout == torch.strided and (key := tensor.untyped_storage().data_ptr()) not in parameter_storages:
             activations.bytes_of[key] = tensor.untyped_storage().nbytes()
             activations.savers.setdefault(key, []).append(frozenset(activations.running))
@@ -158,7 +158,7 @@ def profile_step(
     lookups: dict[str, Lookups] = {}
     batch_sizes: list[int] = []
     blocks, times = BlockProfile(), StepTimes()
-    # bfloat16 for 16-mixed too, which CPUs do not have: activations take the same bytes.
+    # bfloat16 for 16-mixed too, which Lightning does not run on a CPU: activations take the same bytes.
     autocast = torch.autocast(module.device.type, torch.bfloat16) if precision.endswith("-mixed") else nullcontext()
     try:
         with (
