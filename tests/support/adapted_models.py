@@ -21,15 +21,15 @@ class Adapted(ManagedModel):
             EmbeddingBagConfig(name="users", embedding_dim=8, num_embeddings=ROWS["users"], feature_names=["user"]),
             EmbeddingBagConfig(name="goods", embedding_dim=8, num_embeddings=36, feature_names=["item", "shop"]),
         ]
-        of = {"tables": configs, "input_hash_size": 0, "device": torch.device("cpu"), "world_size": 1}
-        adapter = McEmbeddingBagCollectionAdapter(**of, zch_method="mpzch", mpzch_num_buckets=BUCKETS)  # type: ignore[arg-type]
+        entry = {"tables": configs, "input_hash_size": 0, "device": torch.device("cpu"), "world_size": 1}
+        adapter = McEmbeddingBagCollectionAdapter(**entry, zch_method="mpzch", mpzch_num_buckets=BUCKETS)  # type: ignore[arg-type]
         self.mc = nn.Module()
         self.mc.adapter = adapter
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         features = KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"])
-        found: Tensor = self.over(self.mc.adapter(features).values()).squeeze(-1)
-        return found
+        actual: Tensor = self.over(self.mc.adapter(features).values()).squeeze(-1)
+        return actual
 
 
 class EvictsByFeature(ManagedModel):
@@ -38,10 +38,10 @@ class EvictsByFeature(ManagedModel):
     def __init__(self, hours: tuple[int, ...] = (1, 2), **options: Any) -> None:
         super().__init__(**options)
         modules = self.mc._managed_collision_collection._managed_collision_modules
-        for name, features, own in (("users", ["user"], hours[:1]), ("goods", ["item", "shop"], hours[-2:])):
-            config = HashZchEvictionConfig(features=features[: len(own)], per_feature_ttl=list(own))
-            by_feature = HashZchEvictionPolicyName.PER_FEATURE_TTL_EVICTION
-            modules[name] = hash_zch(name, eviction_policy_name=by_feature, eviction_config=config)
+        for name, features, own_part in (("users", ["user"], hours[:1]), ("goods", ["item", "shop"], hours[-2:])):
+            config = HashZchEvictionConfig(features=features[: len(own_part)], per_feature_ttl=list(own_part))
+            per_feature = HashZchEvictionPolicyName.PER_FEATURE_TTL_EVICTION
+            modules[name] = hash_zch(name, eviction_policy_name=per_feature, eviction_config=config)
 
 
 class _Own(ManagedCollisionEmbeddingBagCollection):

@@ -204,14 +204,14 @@ def train_sharded(
     return model, trainer
 
 
-def largest_difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
+def largest_difference(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     """Return the largest absolute difference of tables and of dense weights."""
-    assert found.keys() == wanted.keys(), (sorted(found), sorted(wanted))
+    assert actual.keys() == expected.keys(), (sorted(actual), sorted(expected))
     differences = {"tables": 0.0, "dense": 0.0}
-    for key, value in wanted.items():
+    for key, value in expected.items():
         kind = "tables" if "embedding" in key else "dense"
-        assert found[key].shape == value.shape, key
-        difference = float((found[key] - value).abs().max())
+        assert actual[key].shape == value.shape, key
+        difference = float((actual[key] - value).abs().max())
         assert difference == difference, f"{key} has NaNs"
         differences[kind] = max(differences[kind], difference)
     return differences

@@ -70,9 +70,9 @@ class CountingRates(pl.LightningModule):
         return torch.stack([weight * 1 for weight in self.weights]).sum()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        now = [float(weight.detach()) for weight in self.weights]
-        self.used.append([before - after for before, after in zip(self._before, now, strict=True)])
-        self._before = now
+        current = [float(weight.detach()) for weight in self.weights]
+        self.used.append([initial - final for initial, final in zip(self._before, current, strict=True)])
+        self._before = current
         groups = [group for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
         self.shown.append([group["lr"] for group in groups])
 
@@ -121,14 +121,14 @@ def rates_of_plain_loop(scheduler: str, interval: str, epochs: int) -> list[list
     """Return the rates of each step of a torch loop without anything of Lightning's or ours."""
     optimizer = CountingRates().optimizer()
     schedule = SCHEDULERS[scheduler](optimizer)
-    found = []
+    actual = []
     for step in range(epochs * STEPS_PER_EPOCH):
-        found.append([group["lr"] for group in optimizer.param_groups])
+        actual.append([group["lr"] for group in optimizer.param_groups])
         optimizer.step()
         is_due = interval == "step" or (step + 1) % STEPS_PER_EPOCH == 0
         if schedule is not None and is_due:
             schedule.step(*([0.0] if scheduler == "ReduceLROnPlateau" else []))
-    return found
+    return actual
 
 
 def batches() -> DataLoader[Any]:

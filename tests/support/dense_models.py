@@ -170,22 +170,22 @@ class Adversaries(Recording):
         return self.judge(self.maker(inputs) + self.shift)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
-        of_maker, of_judge = self.optimizers()
-        self.toggle_optimizer(of_maker)
+        maker_optimizer, judge_optimizer = self.optimizers()
+        self.toggle_optimizer(maker_optimizer)
         made = -self(batch[0]).mean()
         self.manual_backward(made)
-        self.clip_gradients(of_maker, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
-        of_maker.step()
-        of_maker.zero_grad()
-        self.untoggle_optimizer(of_maker)
-        self.toggle_optimizer(of_judge)
+        self.clip_gradients(maker_optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        maker_optimizer.step()
+        maker_optimizer.zero_grad()
+        self.untoggle_optimizer(maker_optimizer)
+        self.toggle_optimizer(judge_optimizer)
         with torch.no_grad():
             fake = self.maker(batch[0]) + self.shift
         judged = functional.softplus(self.judge(fake)).mean() + functional.softplus(-self.judge(batch[0])).mean()
         self.manual_backward(judged)
-        of_judge.step()
-        of_judge.zero_grad()
-        self.untoggle_optimizer(of_judge)
+        judge_optimizer.step()
+        judge_optimizer.zero_grad()
+        self.untoggle_optimizer(judge_optimizer)
         self.losses += [float(made.detach()), float(judged.detach())]
 
     def configure_optimizers(self) -> Any:

@@ -27,9 +27,9 @@ def fit(kind: str, strategy: Any, **settings: Any) -> Outcome:
     return model.losses, weights
 
 
-def check_same(ours: Outcome, other: Outcome, most: float = 1e-6) -> None:
+def check_same(distrec: Outcome, other: Outcome, most: float = 1e-6) -> None:
     """Assert that losses and weights differ by so much at most."""
-    assert ours[0] == pytest.approx(other[0], rel=most, abs=most)
-    assert ours[1].keys() == other[1].keys()
-    for name, value in ours[1].items():
+    assert distrec[0] == pytest.approx(other[0], rel=most, abs=most)
+    assert distrec[1].keys() == other[1].keys()
+    for name, value in distrec[1].items():
         torch.testing.assert_close(value, other[1][name], atol=most, rtol=most, msg=name)

@@ -35,10 +35,10 @@ def bags_maker(mode: str, **options: Any) -> Callable[[], Embedding]:
 
 
 def _ids(
-    *shape: int, of_turn: tuple[int, ...] | None = None, dtype: torch.dtype = torch.long, rows: int = ROWS
+    *shape: int, turn_shape: tuple[int, ...] | None = None, dtype: torch.dtype = torch.long, rows: int = ROWS
 ) -> Callable[[torch.Generator, bool], Arguments]:
     def draw(generator: torch.Generator, turn: bool) -> Arguments:
-        size = of_turn if turn and of_turn is not None else shape
+        size = turn_shape if turn and turn_shape is not None else shape
         return {"input": torch.randint(0, rows, size, generator=generator).to(dtype)}
 
     return draw
@@ -57,11 +57,11 @@ def _offsets(
     dtype: torch.dtype = torch.long,
     rows: int = ROWS,
     bags: int = 7,
-    of_turn: int = 7,
+    turn_shape: int = 7,
     ids_of_turn: int = 3,
 ) -> Callable[[torch.Generator, bool], Arguments]:
     def draw(generator: torch.Generator, turn: bool) -> Arguments:
-        size, most = (of_turn, ids_of_turn) if turn else (bags, 3)
+        size, most = (turn_shape, ids_of_turn) if turn else (bags, 3)
         lengths = torch.randint(0, most + 1, (size,), generator=generator)  # some bags are empty
         ends = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
         ids = torch.randint(0, rows, (int(ends[-1]),), generator=generator)
@@ -94,7 +94,7 @@ KINDS: dict[str, Kind] = {
     "cube": (rows_maker(), _ids(2, 3, 4)),
     "int32": (rows_maker(), _ids(4, 3, dtype=torch.int32)),
     "no_ids": (rows_maker(), _ids(0)),
-    "no_ids_on_a_rank": (rows_maker(), _ids(6, 2, of_turn=(0, 2))),
+    "no_ids_on_a_rank": (rows_maker(), _ids(6, 2, turn_shape=(0, 2))),
     "padding": (rows_maker(padding_idx=0), _ids(6, 3, rows=5)),
     "padding_at_the_end": (rows_maker(padding_idx=-1), _ids(60)),
     "frozen": (_pretrained(True), _ids(6)),
@@ -104,7 +104,7 @@ KINDS: dict[str, Kind] = {
     "keyword": (rows_maker(), _ids(6)),
     "subclass": (lambda: Categories(list(map(str, range(ROWS)))), _ids(6, 3)),
     "bag_sum": (bags_maker("sum"), _ids(6, 3)),
-    "bag_mean": (bags_maker("mean"), _ids(6, 3, of_turn=(6, 2))),
+    "bag_mean": (bags_maker("mean"), _ids(6, 3, turn_shape=(6, 2))),
     "bag_int32": (bags_maker("mean"), _ids(6, 3, dtype=torch.int32)),
     "bag_offsets": (bags_maker("sum"), _offsets()),
     "bag_offsets_mean": (bags_maker("mean"), _offsets()),
@@ -122,10 +122,10 @@ KINDS: dict[str, Kind] = {
     "bag_keyword": (bags_maker("sum"), _offsets(weighted=True)),
 }
 UNEQUAL: dict[str, Kind] = {
-    "fewer_bags": (bags_maker("mean"), _ids(6, 3, of_turn=(4, 2))),
-    "fewer_bags_offsets": (bags_maker("mean"), _offsets(of_turn=5)),
-    "no_bags": (bags_maker("sum"), _ids(6, 3, of_turn=(0, 3))),
-    "no_bags_offsets": (bags_maker("mean"), _offsets(of_turn=0)),
+    "fewer_bags": (bags_maker("mean"), _ids(6, 3, turn_shape=(4, 2))),
+    "fewer_bags_offsets": (bags_maker("mean"), _offsets(turn_shape=5)),
+    "no_bags": (bags_maker("sum"), _ids(6, 3, turn_shape=(0, 3))),
+    "no_bags_offsets": (bags_maker("mean"), _offsets(turn_shape=0)),
 }
 """The ranks' calls have unequal numbers of bags."""
 

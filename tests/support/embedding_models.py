@@ -57,8 +57,8 @@ class TwoTower(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         tables = [p for n, p in self.named_parameters() if "embedding" in n]
-        rest = [p for n, p in self.named_parameters() if "embedding" not in n]
-        return torch.optim.Adam([{"params": tables, "lr": 1e-3}, {"params": rest, "weight_decay": 0.01}], lr=5e-4)
+        tail = [p for n, p in self.named_parameters() if "embedding" not in n]
+        return torch.optim.Adam([{"params": tables, "lr": 1e-3}, {"params": tail, "weight_decay": 0.01}], lr=5e-4)
 
 
 class SASRec(pl.LightningModule):
@@ -85,10 +85,10 @@ class SASRec(pl.LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
         items, positives, negatives = batch
         states = self(items)
-        wanted = (states * self.item_embedding(positives)).sum(-1)
+        expected = (states * self.item_embedding(positives)).sum(-1)
         unwanted = (states * self.item_embedding(negatives)).sum(-1)
         seen = positives != 0
-        loss = nn.functional.binary_cross_entropy_with_logits(wanted[seen], torch.ones_like(wanted[seen]))
+        loss = nn.functional.binary_cross_entropy_with_logits(expected[seen], torch.ones_like(expected[seen]))
         return loss + nn.functional.binary_cross_entropy_with_logits(unwanted[seen], torch.zeros_like(unwanted[seen]))
 
     def predict_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -131,20 +131,20 @@ def train_unsharded(model: Any, batches: list[list[Any]]) -> Any:
     """Train a copy of `model` by a plain loop; returns it. batches: step -> rank -> batch."""
     model = copy.deepcopy(model)
     optimizer = model.configure_optimizers()
-    for step, of_ranks in enumerate(batches):
+    for step, rank_results in enumerate(batches):
         optimizer.zero_grad()
-        torch.stack([model.training_step(batch, step) for batch in of_ranks]).mean().backward()
+        torch.stack([model.training_step(batch, step) for batch in rank_results]).mean().backward()
         optimizer.step()
     return model
 
 
-def differences(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
+def differences(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     """Return the largest absolute difference of each entry; the keys must be the same, in order."""
-    assert list(found) == list(wanted)
-    assert all(found[key].shape == wanted[key].shape for key in wanted)
-    return {key: float((found[key] - wanted[key]).abs().max()) for key in wanted}
+    assert list(actual) == list(expected)
+    assert all(actual[key].shape == expected[key].shape for key in expected)
+    return {key: float((actual[key] - expected[key]).abs().max()) for key in expected}
 
 
-def too_far(found: dict[str, Tensor], wanted: dict[str, Tensor], limit: float) -> dict[str, float]:
+def too_far(actual: dict[str, Tensor], expected: dict[str, Tensor], limit: float) -> dict[str, float]:
     """Return the differences above `limit`, NaNs among them."""
-    return {key: value for key, value in differences(found, wanted).items() if not value <= limit}
+    return {key: value for key, value in differences(actual, expected).items() if not value <= limit}

@@ -10,6 +10,6 @@ _LAUNCHED = re.compile(
 )
 
 
-def environment(**more: str) -> dict[str, str]:
+def environment(**extra: str) -> dict[str, str]:
     """Return this process's variables without those of a launcher, and with more."""
-    return {name: value for name, value in os.environ.items() if not _LAUNCHED.match(name)} | more
+    return {name: value for name, value in os.environ.items() if not _LAUNCHED.match(name)} | extra

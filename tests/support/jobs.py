@@ -27,8 +27,8 @@ class _Plain:
 
     def __repr__(self) -> str:
         values = [(f.name, getattr(self, f.name), f.default) for f in fields(self)]  # type: ignore[arg-type]
-        told = [f"{name}={value!r}" for name, value, default in values if value != default]
-        return f"{type(self).__name__}({', '.join(told)})"
+        reported = [f"{name}={value!r}" for name, value, default in values if value != default]
+        return f"{type(self).__name__}({', '.join(reported)})"
 
 
 @dataclass(frozen=True, repr=False)

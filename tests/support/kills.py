@@ -126,11 +126,11 @@ def train_with_kills(
         "--nproc-per-node=2",
         f"--max-restarts={max(num_kills, 1)}",
     ]
-    given = environment(GLOO_SOCKET_IFNAME="lo", KILLED_OPTIONS=json.dumps(options), **ONE_THREAD)
+    inputs = environment(GLOO_SOCKET_IFNAME="lo", KILLED_OPTIONS=json.dumps(options), **ONE_THREAD)
     with open(folder / "printed", "w") as file:
         agent = subprocess.Popen(
             [*command, *arguments, "-m", "tests.support.killed_script", str(folder)],
-            env=given,
+            env=inputs,
             stdout=file,
             stderr=file,
         )

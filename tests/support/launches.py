@@ -19,11 +19,11 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 Result = dict[str, Any]
 
 
-def start(*command: str, **more: str) -> "subprocess.Popen[str]":
+def start(*command: str, **extra: str) -> "subprocess.Popen[str]":
     """Start a command on this machine, with one thread for each rank; more: variables."""
     return subprocess.Popen(
         command,
-        env=environment(GLOO_SOCKET_IFNAME="lo", **ONE_THREAD) | more,
+        env=environment(GLOO_SOCKET_IFNAME="lo", **ONE_THREAD) | extra,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -53,18 +53,18 @@ def check(results: list[Result], per_node: list[int]) -> None:
     """Check that these are all ranks of one training, of which each node has so many."""
     num_ranks = sum(per_node)
     assert [result["rank"] for result in results] == list(range(num_ranks))
-    wanted = [(node, local) for node, count in enumerate(per_node) for local in range(count)]
-    assert [(result["node"], result["local_rank"]) for result in results] == wanted
-    for result, alone in zip(results, on_one_machine(num_ranks), strict=True):
+    expected = [(node, local) for node, count in enumerate(per_node) for local in range(count)]
+    assert [(result["node"], result["local_rank"]) for result in results] == expected
+    for result, single in zip(results, on_one_machine(num_ranks), strict=True):
         assert result["num_ranks"] == num_ranks
         assert result["num_nodes"] == len(per_node)
-        here = per_node[result["node"]]
+        local = per_node[result["node"]]
         published = {"RANK": result["rank"], "WORLD_SIZE": num_ranks, "LOCAL_RANK": result["local_rank"]}
-        published |= {"LOCAL_WORLD_SIZE": here, "GROUP_RANK": result["node"]}
+        published |= {"LOCAL_WORLD_SIZE": local, "GROUP_RANK": result["node"]}
         if result["environment"] != "LightningEnvironment":
             assert result["published"] == {name: str(value) for name, value in published.items()}
-        assert result["seen"] == alone["seen"]
-        assert result["losses"] == pytest.approx(alone["losses"], abs=1e-6)
+        assert result["seen"] == single["seen"]
+        assert result["losses"] == pytest.approx(single["losses"], abs=1e-6)
     seen = sorted(number for result in results for number in result["seen"])
     assert seen == list(range(NUM_SAMPLES))
 

@@ -19,7 +19,7 @@ class LoopedMapping(IdMapping):
         self.num_lookups += 1
         hour = id_mapping.current_hour()
         stamp = hour + spec.ttl_hours if spec.counts_hours else self.num_lookups
-        before = hour if spec.counts_hours else self.protected_from
+        initial = hour if spec.counts_hours else self.protected_from
         state = {name: tensor.flatten().tolist() for name, tensor in self._all()}
         stamps = dict.fromkeys(ids.tolist(), stamp)
         for i, hours in zip(ids.tolist(), [] if ttl_hours is None else ttl_hours.tolist(), strict=False):
@@ -30,20 +30,22 @@ class LoopedMapping(IdMapping):
         sights = dict(zip(distinct.tolist(), counted.tolist(), strict=True))
         new = []
         for i, rows in probed.items():
-            own = [row for row in rows if state["ids"][row] == i]
-            if own:
-                self._note(state, own[0], stamps[i], sights[i], False)
+            own_part = [row for row in rows if state["ids"][row] == i]
+            if own_part:
+                self._note(state, own_part[0], stamps[i], sights[i], False)
             else:
                 new.append(i)
         waiting = self._enough(new, probed, sights, state)
         for begin in range(0, spec.max_probe, BLOCK):
-            while taken := _one_each(waiting, lambda i, b=begin: _first_free(probed[i][b : b + BLOCK], state["ids"])):
-                self._take(state, taken, stamps, sights, waiting)
+            while selected := _one_each(
+                waiting, lambda i, b=begin: _first_free(probed[i][b : b + BLOCK], state["ids"])
+            ):
+                self._take(state, selected, stamps, sights, waiting)
         evicted: list[int] = []
         for _ in range(ROUNDS if spec.policy != "none" else 0):
-            taken = _one_each(waiting, lambda i: self._worst(probed[i], state, before))
-            self._take(state, taken, stamps, sights, waiting)
-            evicted += taken
+            selected = _one_each(waiting, lambda i: self._worst(probed[i], state, initial))
+            self._take(state, selected, stamps, sights, waiting)
+            evicted += selected
         for name, tensor in self._all():
             tensor.view(-1).copy_(torch.tensor(state[name]))
         self.counts.looked_up += len(distinct)
@@ -57,8 +59,10 @@ class LoopedMapping(IdMapping):
 
     def _probed(self, first: int) -> list[int]:
         bucket, place = divmod(first, self.spec.bucket_rows)
-        own = self.spec.own_rows
-        return [bucket * self.spec.bucket_rows + (place + i) % own for i in range(min(self.spec.max_probe, own))]
+        own_part = self.spec.own_rows
+        return [
+            bucket * self.spec.bucket_rows + (place + i) % own_part for i in range(min(self.spec.max_probe, own_part))
+        ]
 
     def _enough(self, new: list[int], probed: dict[int, list[int]], sights: dict[int, int], state: Any) -> list[int]:
         if self.spec.min_sights == 1:
@@ -72,15 +76,15 @@ class LoopedMapping(IdMapping):
             counts[probed[i][0]], sights[i] = 0, seen[i]
         return admitted
 
-    def _worst(self, rows: list[int], state: Any, before: int) -> int | None:
-        old = [row for row in rows if state["used"][row] < before]
-        by = {"lfu": "sights", "lru": "used", "ttl_lru": "used"}.get(self.spec.policy)
-        return min(old, key=lambda row: state[by][row] if by else 0, default=None)
+    def _worst(self, rows: list[int], state: Any, initial: int) -> int | None:
+        old = [row for row in rows if state["used"][row] < initial]
+        state_key = {"lfu": "sights", "lru": "used", "ttl_lru": "used"}.get(self.spec.policy)
+        return min(old, key=lambda row: state[state_key][row] if state_key else 0, default=None)
 
     def _take(
-        self, state: Any, taken: dict[int, int], stamps: dict[int, int], sights: dict[int, int], waiting: list[int]
+        self, state: Any, selected: dict[int, int], stamps: dict[int, int], sights: dict[int, int], waiting: list[int]
     ) -> None:
-        for row, i in taken.items():
+        for row, i in selected.items():
             state["ids"][row] = i
             self._note(state, row, stamps[i], sights[i], True)
             waiting.remove(i)
@@ -95,10 +99,10 @@ def _first_free(rows: list[int], ids: list[int]) -> int | None:
     return next((row for row in rows if ids[row] == FREE), None)
 
 
-def _one_each(waiting: list[int], wanted: Any) -> dict[int, int]:
+def _one_each(waiting: list[int], expected: Any) -> dict[int, int]:
     """Return the rows that ids want, each with the first id that wants it."""
-    taken: dict[int, int] = {}
+    selected: dict[int, int] = {}
     for i in waiting:
-        if (row := wanted(i)) is not None:
-            taken.setdefault(row, i)
-    return taken
+        if (row := expected(i)) is not None:
+            selected.setdefault(row, i)
+    return selected

@@ -51,8 +51,8 @@ class EveryKind(pl.LightningModule):
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             return module(**parts)
         features = KeyedJaggedTensor(**parts)
-        found = module(features)
-        return found.values() if kind != "sequence" else torch.cat([found[key].values() for key in KEYS])
+        actual = module(features)
+        return actual.values() if kind != "sequence" else torch.cat([actual[key].values() for key in KEYS])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = torch.zeros(())
@@ -135,7 +135,7 @@ def _as_offsets(begin: int) -> Callable[[Parts], Parts]:
         if "lengths" not in parts:
             return parts
         offsets = torch.cat([parts["lengths"].new_zeros(1), parts["lengths"].cumsum(0)]) + begin
-        return {name: of for name, of in parts.items() if name != "lengths"} | {"offsets": offsets}
+        return {name: entry for name, entry in parts.items() if name != "lengths"} | {"offsets": offsets}
 
     return changed
 
@@ -157,20 +157,22 @@ BAD: dict[str, Callable[[Parts], Parts]] = {
     "length too small": _change("lengths", _set(0, 1)),
     "length below 0": _change("lengths", _set(0, -2)),
     "lengths of the right sum": _change("lengths", _move),
-    "lengths that overflow": _change("lengths", lambda of: torch.cat([of[:-2], of.new_tensor([2**63 - 1, 2**63 - 1])])),
-    "one length less": _change("lengths", lambda of: of[:-1]),
-    "half of the lengths": _change("lengths", lambda of: of[: len(of) // 2]),
-    "no lengths": _change("lengths", lambda of: of[:0]),
-    "int32 lengths": _change("lengths", lambda of: of.int()),
-    "int16 lengths": _change("lengths", lambda of: of.short()),
-    "lengths of two dimensions": _change("lengths", lambda of: of.view(len(KEYS), -1)),
-    "weights too few": _change("weights", lambda of: of[:-1]),
-    "weights too many": _change("weights", lambda of: torch.cat([of, of])),
-    "one weight": _change("weights", lambda of: of[:1]),
-    "int weights": _change("weights", lambda of: of.long()),
-    "double weights": _change("weights", lambda of: of.double()),
-    "half weights": _change("weights", lambda of: of.half()),
-    "no weights": lambda parts: {name: of for name, of in parts.items() if name != "weights"},
+    "lengths that overflow": _change(
+        "lengths", lambda entry: torch.cat([entry[:-2], entry.new_tensor([2**63 - 1, 2**63 - 1])])
+    ),
+    "one length less": _change("lengths", lambda entry: entry[:-1]),
+    "half of the lengths": _change("lengths", lambda entry: entry[: len(entry) // 2]),
+    "no lengths": _change("lengths", lambda entry: entry[:0]),
+    "int32 lengths": _change("lengths", lambda entry: entry.int()),
+    "int16 lengths": _change("lengths", lambda entry: entry.short()),
+    "lengths of two dimensions": _change("lengths", lambda entry: entry.view(len(KEYS), -1)),
+    "weights too few": _change("weights", lambda entry: entry[:-1]),
+    "weights too many": _change("weights", lambda entry: torch.cat([entry, entry])),
+    "one weight": _change("weights", lambda entry: entry[:1]),
+    "int weights": _change("weights", lambda entry: entry.long()),
+    "double weights": _change("weights", lambda entry: entry.double()),
+    "half weights": _change("weights", lambda entry: entry.half()),
+    "no weights": lambda parts: {name: entry for name, entry in parts.items() if name != "weights"},
     "weights": lambda parts: parts if "keys" not in parts else parts | {"weights": torch.ones(len(parts["values"]))},
     "short weights": lambda parts: parts if "keys" not in parts else parts | {"weights": torch.ones(1)},
     "per_sample_weights": lambda p: (
@@ -190,12 +192,12 @@ BAD: dict[str, Callable[[Parts], Parts]] = {
     "offset below 0": _change("offsets", _set(1, -1)),
     "offset too large": _change("offsets", _set(2, 99)),
     "last offset too large": _change("offsets", _set(-1, 99)),
-    "offsets that fall": _change("offsets", lambda of: of.flip(0)),
-    "no offsets": lambda parts: {name: of for name, of in parts.items() if name != "offsets"},
-    "empty offsets": _change("offsets", lambda of: of[:0]),
-    "float offsets": _change("offsets", lambda of: of.float()),
-    "int32 offsets": _change("offsets", lambda of: of.int()),
-    "offsets of two dimensions": _change("offsets", lambda of: of.view(-1, 1)),
+    "offsets that fall": _change("offsets", lambda entry: entry.flip(0)),
+    "no offsets": lambda parts: {name: entry for name, entry in parts.items() if name != "offsets"},
+    "empty offsets": _change("offsets", lambda entry: entry[:0]),
+    "float offsets": _change("offsets", lambda entry: entry.float()),
+    "int32 offsets": _change("offsets", lambda entry: entry.int()),
+    "offsets of two dimensions": _change("offsets", lambda entry: entry.view(-1, 1)),
 }
 """What may be done to a batch; not all of it is wrong for every kind of lookup."""
 
@@ -215,17 +217,17 @@ def draw_cases(seed: int, number: int, num_ranks: int) -> list[tuple[str, str, l
     pairs = [(pick(kinds), [pick(BAD), pick(BAD)]) for _ in range(number)]
     cases = []
     for kind, names in singles + pairs:
-        of_ranks = [good(kind, draw) for _ in range(num_ranks)]
-        on = pick([[0], [num_ranks - 1], list(range(num_ranks))])
+        rank_results = [good(kind, draw) for _ in range(num_ranks)]
+        bad_ranks = pick([[0], [num_ranks - 1], list(range(num_ranks))])
         try:
-            for rank in on:
+            for rank in bad_ranks:
                 for name in names:
-                    of_ranks[rank] = BAD[name](of_ranks[rank])
-                if "keys" in of_ranks[rank]:
-                    KeyedJaggedTensor(**of_ranks[rank])
+                    rank_results[rank] = BAD[name](rank_results[rank])
+                if "keys" in rank_results[rank]:
+                    KeyedJaggedTensor(**rank_results[rank])
         except Exception:  # a batch that cannot even be made
             continue
-        cases.append((kind, f"{kind}: {' and '.join(names)} on {on}", of_ranks))
+        cases.append((kind, f"{kind}: {' and '.join(names)} on {bad_ranks}", rank_results))
     return cases
 
 

@@ -35,9 +35,9 @@ def hash_zch(name: str, evicts: bool = False, **options: Any) -> HashZchManagedC
         "eviction_policy_name": HashZchEvictionPolicyName.LRU_EVICTION,
         "eviction_config": HashZchEvictionConfig(features=[], single_ttl=TTL_HOURS),
     }
-    own = {"zch_size": ROWS[name], "total_num_buckets": BUCKETS, "name": name, "max_probe": 3}
-    own |= (eviction if evicts else {}) | options
-    return HashZchManagedCollisionModule(device=torch.device("cpu"), **own)
+    own_part = {"zch_size": ROWS[name], "total_num_buckets": BUCKETS, "name": name, "max_probe": 3}
+    own_part |= (eviction if evicts else {}) | options
+    return HashZchManagedCollisionModule(device=torch.device("cpu"), **own_part)
 
 
 class ManagedModel(pl.LightningModule):
@@ -66,10 +66,10 @@ class ManagedModel(pl.LightningModule):
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         features = KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"])
-        found, _ = self.mc(features)
+        actual, _ = self.mc(features)
         if self.pooled:
-            return self.over(found.values()).squeeze(-1)
-        bags = [torch.segment_reduce(found[f].values(), "sum", lengths=found[f].lengths()) for f in FEATURES]
+            return self.over(actual.values()).squeeze(-1)
+        bags = [torch.segment_reduce(actual[f].values(), "sum", lengths=actual[f].lengths()) for f in FEATURES]
         return self.over(torch.cat(bags, 1)).squeeze(-1)
 
     def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
@@ -114,10 +114,10 @@ def joined(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {"ids": torch.cat(parts), "lengths": torch.cat(lengths), **whole}
 
 
-def loader(first: int, last: int, rank: int, num_ranks: int, of: int, kinds: int = 60) -> DataLoader[Any]:
+def loader(first: int, last: int, rank: int, num_ranks: int, batch_parts: int, kinds: int = 60) -> DataLoader[Any]:
     """Return the batches of a rank in steps `first` to `last`: those of `of` ranks, shared by `num_ranks`."""
-    mine = range(rank * of // num_ranks, (rank + 1) * of // num_ranks)
-    steps = [[make_batch(100 * step + r, kinds=kinds) for r in mine] for step in range(first, last)]
+    local = range(rank * batch_parts // num_ranks, (rank + 1) * batch_parts // num_ranks)
+    steps = [[make_batch(100 * step + r, kinds=kinds) for r in local] for step in range(first, last)]
     return DataLoader([joined(batches) for batches in steps], batch_size=None)
 
 
@@ -152,8 +152,8 @@ class Checkpointed(DynamicModel):
         self.reentrant = reentrant
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        found: Tensor = checkpoint(super().forward, batch, use_reentrant=self.reentrant)
-        return found
+        actual: Tensor = checkpoint(super().forward, batch, use_reentrant=self.reentrant)
+        return actual
 
 
 class Padded(DynamicModel):
@@ -183,11 +183,11 @@ def mch(
     **options: Any,
 ) -> MCHManagedCollisionModule:
     """Return TorchRec's other module for one table."""
-    of = POLICIES[policy](threshold_filtering_func=filters)
+    entry = POLICIES[policy](threshold_filtering_func=filters)
     return MCHManagedCollisionModule(
         zch_size=ROWS[name] * scale,
         device=torch.device("cpu"),
-        eviction_policy=of,
+        eviction_policy=entry,
         eviction_interval=interval,
         name=name,
         buckets=buckets,

@@ -20,8 +20,8 @@ def measure(rank: int, places: NodeLayout) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=places.num_ranks)
     ranks = job_consensus(60.0).general
-    found = measured_bandwidths(("intra_node", "cross_node"), places, torch.device("cpu"), ranks)
-    print(json.dumps({name: one.bytes_per_second for name, one in found.items()}), flush=True)
+    actual = measured_bandwidths(("intra_node", "cross_node"), places, torch.device("cpu"), ranks)
+    print(json.dumps({name: first.bytes_per_second for name, first in actual.items()}), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -31,8 +31,8 @@ def main() -> None:
     machine, *ranks_by_node = map(int, sys.argv[1:])
     places = NodeLayout.from_node_sizes(*ranks_by_node)
     fork = multiprocessing.get_context("fork")
-    here = [rank for rank, node in enumerate(places.node_of_rank) if node == machine]
-    ranks = [fork.Process(target=measure, args=(rank, places)) for rank in here]
+    local = [rank for rank, node in enumerate(places.node_of_rank) if node == machine]
+    ranks = [fork.Process(target=measure, args=(rank, places)) for rank in local]
     for rank in ranks:
         rank.start()
     for rank in ranks:

@@ -61,7 +61,7 @@ first = trainer(int(os.environ.get("EPOCHS", "2")))
 first.fit(module, DataLoader(ids, 8), DataLoader(ids, 8))
 state = first.strategy.full_state_dict()  # type: ignore[attr-defined]
 checkpoint = first.checkpoint_callback
-found = {
+actual = {
     "state": state,
     "metrics": {name: float(value) for name, value in first.callback_metrics.items()},
     "step": first.global_step,
@@ -70,4 +70,4 @@ found = {
     "validated": first.validate(module, DataLoader(ids, 8), verbose=False),
 }
 if first.is_global_zero:
-    torch.save(found, os.path.join(FOLDER, "found.pt"))
+    torch.save(actual, os.path.join(FOLDER, "found.pt"))

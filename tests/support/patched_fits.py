@@ -41,8 +41,8 @@ class Attributes:
         for key, value in list(vars(module).items()):
             if isinstance(value, type) and value.__module__ == name:
                 # torch wraps an optimizer's step when the first one is made.
-                own = {n: inspect.unwrap(v) if n == "step" else v for n, v in vars(value).items()}
-                self.values |= {f"{name}.{key}.{n}": v for n, v in own.items() if _is_code(v)}
+                own_part = {n: inspect.unwrap(v) if n == "step" else v for n, v in vars(value).items()}
+                self.values |= {f"{name}.{key}.{n}": v for n, v in own_part.items() if _is_code(v)}
             if callable(value):
                 self.values[f"{name}.{key}"] = value
 
@@ -80,21 +80,21 @@ def main() -> None:
     """Fit under each strategy, well and with an exception, and print what has changed when."""
     for name in LOADED_FIRST:
         importlib.import_module(name)
-    before = Attributes()
+    initial = Attributes()
     package = importlib.import_module("lightning_distrec")
-    result: dict[str, Any] = {"import": before.changes(Attributes())}
+    result: dict[str, Any] = {"import": initial.changes(Attributes())}
     for name in package.__all__:
         getattr(package, name)
-    result["all strategies"] = before.changes(Attributes())
+    result["all strategies"] = initial.changes(Attributes())
     loaded = Attributes()
     for name, options in STRATEGIES.items():
         for fails in (False, True):
-            result[f"{name}{', fails' if fails else ''}"] = _fit(package, name, options, fails, before, loaded)
+            result[f"{name}{', fails' if fails else ''}"] = _fit(package, name, options, fails, initial, loaded)
     print(f"{RESULT}{json.dumps(result)}", flush=True)
 
 
 def _fit(
-    package: Any, name: str, options: dict[str, Any], fails: bool, before: Attributes, loaded: Attributes
+    package: Any, name: str, options: dict[str, Any], fails: bool, initial: Attributes, loaded: Attributes
 ) -> dict[str, Any]:
     import lightning.pytorch as pl
     import torch
@@ -111,7 +111,7 @@ def _fit(
 
         def training_step(self, ids: Any, index: int) -> Any:
             if index == 1 and not changes:
-                changes.extend(before.changes(Attributes()))
+                changes.extend(initial.changes(Attributes()))
                 if fails:
                     raise ValueError("on every rank")
             loss = self.chain(self.table(ids)).mean()

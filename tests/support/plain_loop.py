@@ -86,11 +86,11 @@ def train_plain_click_model(name: str) -> State:
     return train_plain(seeded(ClickModel, *OPTIMIZERS[name]), global_batches())
 
 
-def assert_equal(found: dict[str, State], wanted: Callable[[str], State], start: State | None = None) -> None:
+def assert_equal(actual: dict[str, State], expected: Callable[[str], State], start: State | None = None) -> None:
     """Compare what was trained under each name of an optimizer with what `wanted` trains for it."""
-    assert found
-    for name, state in found.items():
-        reference = wanted(name)
+    assert actual
+    for name, state in actual.items():
+        reference = expected(name)
         differences = largest_difference(state, reference)
         assert max(differences.values()) <= limit_of(name), f"{name}: {differences}"
         moved = largest_difference(reference, start or seeded(ClickModel, *OPTIMIZERS["SGD"]).state_dict())

@@ -32,14 +32,14 @@ def planned(
         "table_row_wise": list(range(on_node)),
         "data_parallel": list(range(layout.num_ranks)),
     }
-    on = obvious.get(sharding_type, [0]) if ranks is None else ranks
+    device = obvious.get(sharding_type, [0]) if ranks is None else ranks
     block, width = num_rows, dim
     if "row" in sharding_type:
-        block = -(-num_rows // len(on))
+        block = -(-num_rows // len(device))
     elif "column" in sharding_type:
-        width = dim // len(on)
+        width = dim // len(device)
     shards = []
-    for i, rank in enumerate(on):
+    for i, rank in enumerate(device):
         row, column = (i * block if "row" in sharding_type else 0), (i * width if "column" in sharding_type else 0)
         shards.append(PlannedShard(rank, (row, column), (max(0, min(block, num_rows - row)), width)))
     usual: dict[str, Any] = {"collection": name.rpartition(".")[0]}
@@ -72,13 +72,13 @@ def planned_at_random(
         if sharding_type == "row_wise" and num_rows < 100 * num_ranks:
             sharding_type = "table_wise"
         node = int(draw.integers(layout.num_nodes))
-        here = node * on_node + np.arange(on_node)
+        local = node * on_node + np.arange(on_node)
         shards = int(min(draw.choice([2, 4]), on_node))
-        of_type = {
+        type_values = {
             "table_wise": [int(draw.integers(num_ranks))],
             "column_wise": draw.choice(num_ranks, min(shards, num_ranks), replace=False).tolist(),
-            "table_row_wise": here.tolist(),
-            "table_column_wise": draw.choice(here, shards, replace=False).tolist(),
+            "table_row_wise": local.tolist(),
+            "table_column_wise": draw.choice(local, shards, replace=False).tolist(),
         }
         pooled = bool(draw.random() < 0.8) or sharding_type not in ("table_wise", "row_wise", "column_wise")
         tables.append(
@@ -88,7 +88,7 @@ def planned_at_random(
                 layout=layout,
                 num_rows=num_rows,
                 dim=dim,
-                ranks=of_type.get(sharding_type),
+                ranks=type_values.get(sharding_type),
                 kernel="dense"
                 if sharding_type == "data_parallel"
                 else ("fused_uvm_caching" if on_gpu and number % 50 == 7 else "fused"),

@@ -88,8 +88,8 @@ def table_set(
     layout = NodeLayout.from_node_sizes(*[ranks_on_node] * (num_ranks // ranks_on_node))
     constraints = {}
     for i, table in enumerate(tables):
-        chosen = (options or {}).get(i) or TableOptions(pooling_factor=(pooling or [1.0] * len(sizes))[i])
-        constraints[table.full_name] = TableConstraints(allowed_types(table, chosen, layout, ""), False, chosen)
+        selection = (options or {}).get(i) or TableOptions(pooling_factor=(pooling or [1.0] * len(sizes))[i])
+        constraints[table.full_name] = TableConstraints(allowed_types(table, selection, layout, ""), False, selection)
     return TableSet(tables, constraints, topology_of(layout, device, int(memory_gb * 1e9)))
 
 
@@ -100,22 +100,22 @@ def topology_of(layout: NodeLayout, device: Literal["cuda", "cpu"], memory_bytes
     return make_topology(torch.device(device), layout, memory, bandwidth_request(None, {}).with_measured({}))
 
 
-def default_critical_path(given: TableSet) -> float:
+def default_critical_path(inputs: TableSet) -> float:
     """Return the milliseconds of the slowest rank in the plan of torchrec's EmbeddingShardingPlanner, ids included."""
     planner = EmbeddingShardingPlanner(
-        topology=given.topology,
-        batch_size=given.batch_size,
-        constraints=torchrec_constraints(given.tables, given.constraints),
+        topology=inputs.topology,
+        batch_size=inputs.batch_size,
+        constraints=torchrec_constraints(inputs.tables, inputs.constraints),
         storage_reservation=FixedPercentageStorageReservation(0.0),
         stats=NoopEmbeddingStats(),
         debug=False,
     )
     tree = nn.Module()
-    tree.ebc = given.tables[0].module
+    tree.ebc = inputs.tables[0].module
     with silence_torchrec():
-        found = planner.plan(tree, sharders()).plan["ebc"]
-    shardings = {table.full_name: found[table.name] for table in given.tables}
-    layout = NodeLayout.equal(given.topology.world_size, given.topology.local_world_size)
-    plan = ShardingPlan.from_torchrec(given.tables, shardings, layout, given.topology.compute_device)
-    estimated = estimate_plan(plan, given.tables, given.constraints, given.topology, given.batch_size)
+        actual = planner.plan(tree, sharders()).plan["ebc"]
+    shardings = {table.full_name: actual[table.name] for table in inputs.tables}
+    layout = NodeLayout.equal(inputs.topology.world_size, inputs.topology.local_world_size)
+    plan = ShardingPlan.from_torchrec(inputs.tables, shardings, layout, inputs.topology.compute_device)
+    estimated = estimate_plan(plan, inputs.tables, inputs.constraints, inputs.topology, inputs.batch_size)
     return estimated.cost.critical_path

@@ -10,7 +10,7 @@ RANGE = range(10_000, 32_000)
 
 def free_ports(count: int) -> list[int]:
     """Return so many ports."""
-    found: list[int] = []
+    actual: list[int] = []
     with ExitStack() as held:
         for port in SystemRandom().sample(RANGE, 100):
             probe = held.enter_context(socket.socket())
@@ -18,9 +18,9 @@ def free_ports(count: int) -> list[int]:
                 probe.bind(("", port))
             except OSError:
                 continue
-            found.append(port)
-            if len(found) == count:
-                return found
+            actual.append(port)
+            if len(actual) == count:
+                return actual
     raise RuntimeError(f"100 ports were tried, and fewer than {count} are free")
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 def kill_all_with(*texts: str) -> None:
     """Kill all processes with all `texts` in their command and environment, and all that these have started."""
-    while found := processes_with(*texts):
-        for pid in found:
+    while actual := processes_with(*texts):
+        for pid in actual:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
@@ -20,16 +20,16 @@ def kill_all_with(*texts: str) -> None:
 
 def processes_with(*texts: str) -> set[int]:
     """Return the processes with all `texts` in their command and environment, and all that these have started."""
-    found, parents = set(), {}
+    actual, parents = set(), {}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             parents[int(process.name)] = int((process / "stat").read_text().rpartition(")")[2].split()[1])
             content = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
             if all(text.encode() in content for text in texts):
-                found.add(int(process.name))
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {os.getpid()}
+                actual.add(int(process.name))
+    while extra := {pid for pid, parent in parents.items() if parent in actual} - actual:
+        actual |= extra
+    return actual - {os.getpid()}
 
 
 if __name__ == "__main__":  # the keeper: waits for the end of the process that holds its input, then clears up

@@ -205,12 +205,12 @@ class Slurm:
             raise SlurmFailed(f"{' '.join(command)}: {done.stderr}{self.logs()}")
         return done.stdout
 
-    def _until(self, met: Callable[[], bool], what: str, timeout_seconds: float, job: int | None = None) -> None:
+    def _until(self, met: Callable[[], bool], name: str, timeout_seconds: float, job: int | None = None) -> None:
         deadline = time.monotonic() + timeout_seconds
         while not met():
             if time.monotonic() > deadline:
                 about = f"{self.scontrol('show', 'job', str(job))}{self.output(job)}" if job else ""
-                raise SlurmFailed(f"waited {timeout_seconds} s for {what}\n{about}{self.logs()}")
+                raise SlurmFailed(f"waited {timeout_seconds} s for {name}\n{about}{self.logs()}")
             time.sleep(0.1)
 
     def _kill_jobs(self) -> None:
@@ -241,9 +241,14 @@ class Slurm:
             self.daemons[name] = self._spawn(command, {}, stdin=stdin, stdout=log, stderr=log)
 
     def _spawn(self, command: Sequence[str], env: Mapping[str, str], **streams: Any) -> "subprocess.Popen[str]":
-        ours = {"PYTHONPATH": str(Path(__file__).parents[2]), "SLURM_CONF": f"{self.folder}/slurm.conf"}
+        distrec = {"PYTHONPATH": str(Path(__file__).parents[2]), "SLURM_CONF": f"{self.folder}/slurm.conf"}
         process: subprocess.Popen[str] = subprocess.Popen(
-            command, env={**environment(**ours), **env}, cwd=self.folder, text=True, start_new_session=True, **streams
+            command,
+            env={**environment(**distrec), **env},
+            cwd=self.folder,
+            text=True,
+            start_new_session=True,
+            **streams,
         )
         self._processes.append(process)
         return process

@@ -55,8 +55,10 @@ def fit(packages: str, folder: str, log_model: Any, checkpoint: dict[str, Any], 
 def use(packages: str, folder: str) -> None:
     """Let this process import the packages, and let them write below a folder only."""
     sys.path.append(packages)  # what is installed with torch comes first
-    of_wandb = {name: f"{folder}/{name.lower()}" for name in ("WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR")}
-    os.environ |= of_wandb | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    wandb_values = {
+        name: f"{folder}/{name.lower()}" for name in ("WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR")
+    }
+    os.environ |= wandb_values | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     os.environ |= {"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}
 
 
@@ -73,12 +75,12 @@ def in_mlflow(folder: Path) -> list[Upload]:
     """Return what MLflow's folder holds, the oldest first."""
     uploads = []
     for aliases in sorted(folder.glob("mlflow/*/*/artifacts/*/aliases.txt"), key=lambda path: path.stat().st_mtime_ns):
-        of_one = aliases.parent
-        metadata = yaml.safe_load((of_one / "metadata.yaml").read_text())
+        one_values = aliases.parent
+        metadata = yaml.safe_load((one_values / "metadata.yaml").read_text())
         metadata["ModelCheckpoint"] = metadata.pop("Checkpoint")  # as W&B names it
-        files = {str(path.relative_to(of_one)): str(path) for path in of_one.rglob("*") if path.is_file()}
-        own = {path: copy for path, copy in files.items() if path not in ("aliases.txt", "metadata.yaml")}
-        uploads.append(Upload(ast.literal_eval(aliases.read_text()), metadata, own))
+        files = {str(path.relative_to(one_values)): str(path) for path in one_values.rglob("*") if path.is_file()}
+        own_part = {path: copy for path, copy in files.items() if path not in ("aliases.txt", "metadata.yaml")}
+        uploads.append(Upload(ast.literal_eval(aliases.read_text()), metadata, own_part))
     return uploads
 
 
@@ -100,17 +102,17 @@ def _records(log: bytes) -> Iterator[Any]:
     """Yield the records of W&B's file: LevelDB's log format after seven bytes, in blocks of 32 KiB."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    at, whole = 7, b""
-    while at + 7 <= len(log):
-        if (room := 32768 - at % 32768) < 7:
-            at += room
+    position, whole = 7, b""
+    while position + 7 <= len(log):
+        if (room := 32768 - position % 32768) < 7:
+            position += room
             continue
-        size, kind = struct.unpack("<HB", log[at + 4 : at + 7])
+        size, kind = struct.unpack("<HB", log[position + 4 : position + 7])
         if not kind:  # the rest of a block
-            at += room
+            position += room
             continue
-        whole += log[at + 7 : at + 7 + size]
-        at += 7 + size
+        whole += log[position + 7 : position + 7 + size]
+        position += 7 + size
         if kind in (1, 4):  # the only part, the last part
             yield Record.FromString(whole)
             whole = b""

@@ -40,22 +40,22 @@ class Machine:
 @contextmanager
 def two_machines(mbit_per_second: int | None = None) -> Iterator[tuple[Machine, Machine]]:
     """Yield two machines, gone after the context. mbit_per_second: of the link, each way. Raises NoMachines."""
-    one, other = (Machine(f"distrec{os.getpid()}{side}", f"dr{os.getpid()}{side}", at)
-                  for side, at in zip("ab", ADDRESSES, strict=True))  # fmt: skip
+    first, other = (Machine(f"distrec{os.getpid()}{side}", f"dr{os.getpid()}{side}", position)
+                  for side, position in zip("ab", ADDRESSES, strict=True))  # fmt: skip
     with ExitStack() as made:
-        for machine in (one, other):
+        for machine in (first, other):
             _run("ip", "netns", "add", machine.space)
             made.callback(_run, "ip", "netns", "del", machine.space)
-        ends = (one.device, "type", "veth", "peer", other.device, "netns", other.space)
-        _run("ip", "-n", one.space, "link", "add", *ends)
-        for machine in (one, other):
+        ends = (first.device, "type", "veth", "peer", other.device, "netns", other.space)
+        _run("ip", "-n", first.space, "link", "add", *ends)
+        for machine in (first, other):
             _run("ip", "-n", machine.space, "addr", "add", f"{machine.address}/24", "dev", machine.device)
             _run("ip", "-n", machine.space, "link", "set", machine.device, "up")
             _run("ip", "-n", machine.space, "link", "set", "lo", "up")
             if mbit_per_second is not None:
                 limit = ("rate", f"{mbit_per_second}mbit", "burst", _burst(mbit_per_second), "latency", QUEUE)
                 _run("tc", "-n", machine.space, "qdisc", "add", "dev", machine.device, "root", "tbf", *limit)
-        yield one, other
+        yield first, other
 
 
 def _burst(mbit_per_second: int) -> str:

@@ -68,7 +68,7 @@ class Evaluated(PositionWeighted):
     def on_train_end(self) -> None:
         super().on_train_end()
         ahead = self.trainer.strategy.lookups_ahead
-        self.found += [(kind, of.lookups, of.ahead) for kind, of in sorted(ahead.items())]
+        self.found += [(kind, entry.lookups, entry.ahead) for kind, entry in sorted(ahead.items())]
 
 
 class LooksUpTwice(WeightsOfALayer):
@@ -81,9 +81,9 @@ class LooksUpTwice(WeightsOfALayer):
 class FreezesTables(PositionWeighted):
     """Freezes its tables, before the fit or after the first batch; the processor learns on."""
 
-    def __init__(self, optimizer: type, options: dict[str, Any], after: int) -> None:
+    def __init__(self, optimizer: type, options: dict[str, Any], final: int) -> None:
         super().__init__(optimizer, options)
-        self.after = after
+        self.after = final
         self.freeze_tables(0)
 
     def freeze_tables(self, num_batches: int) -> None:
@@ -157,13 +157,13 @@ class SharesBags(WeightsOfALayer):
         inverse = torch.arange(size).repeat(len(FEATURES), 1)
         inverse[0] = inverse[0] // 2
         first = batch["lengths"][: size // 2]
-        kept = torch.arange(len(batch["ids"]))
-        kept = torch.cat([kept[: int(first.sum())], kept[int(batch["lengths"][:size].sum()) :]])
+        retained = torch.arange(len(batch["ids"]))
+        retained = torch.cat([retained[: int(first.sum())], retained[int(batch["lengths"][:size].sum()) :]])
         features = KeyedJaggedTensor(
             keys=FEATURES,
-            values=batch["ids"][kept],
+            values=batch["ids"][retained],
             lengths=torch.cat([first, batch["lengths"][size:]]),
-            weights=self.importance(batch["weights"][kept].unsqueeze(1)).squeeze(1),
+            weights=self.importance(batch["weights"][retained].unsqueeze(1)).squeeze(1),
             stride_per_key_per_rank=[[size // 2], [size], [size], [size]],
             inverse_indices=(FEATURES, inverse),
         )
