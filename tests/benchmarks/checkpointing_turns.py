@@ -103,10 +103,10 @@ def file_system(path: Path) -> str:
     best, kind = "", "unknown"
     with open("/proc/mounts") as file:
         for line in file:
-            mount_point, of_type = line.split()[1:3]
+            mount_point, type_values = line.split()[1:3]
             inside = path.resolve().is_relative_to(mount_point)
             if inside and len(mount_point) >= len(best):
-                best, kind = mount_point, of_type
+                best, kind = mount_point, type_values
     return kind
 
 

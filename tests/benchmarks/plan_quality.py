@@ -46,8 +46,8 @@ def main() -> int:
         for rate in options.rates:
             try:
                 results[num_ranks, rate] = on_limited_link(job, rate, TIMEOUT_SECONDS)
-            except CannotMeasure as why:
-                notes.append(f"- Not measured: {num_ranks} ranks, {rate} Mbit/s: {why}.")
+            except CannotMeasure as reason:
+                notes.append(f"- Not measured: {num_ranks} ranks, {rate} Mbit/s: {reason}.")
             except RuntimeError as problem:
                 wrong = True
                 _tell(f"went wrong: {problem}")
@@ -55,10 +55,10 @@ def main() -> int:
             load.append(os.getloadavg()[0])
             _tell(f"{time.monotonic() - began:.0f} s: {num_ranks} ranks, {rate} Mbit/s; load {load[-1]:.1f}")
     when = f"on {date.today()} at a load of {min(load):.1f} to {max(load):.1f} on {os.cpu_count()} cores"
-    found = text.section(results, notes, job, machine=machine(), when=when)
-    print(found)
+    actual = text.section(results, notes, job, machine=machine(), when=when)
+    print(actual)
     if options.write:
-        PAGE.write_text(text.with_section(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
+        PAGE.write_text(text.with_section(PAGE.read_text(encoding="utf-8"), actual), encoding="utf-8")
         PAGE.with_name(text.DETAILS).write_text(text.cuts_csv(results), encoding="utf-8")
     _tell(f"{time.monotonic() - began:.0f} s, {text.missed(results)} aims missed")
     return int(wrong)

@@ -61,8 +61,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # its ranks, as daemons, are ended with it
     job: Job = job_of(folder)
     fork = multiprocessing.get_context("fork")
-    here = [rank for rank, node in enumerate(job.places.node_of_rank) if node == machine]
-    ranks = [fork.Process(target=_rank, args=(rank, job, folder), daemon=True) for rank in here]
+    local = [rank for rank, node in enumerate(job.places.node_of_rank) if node == machine]
+    ranks = [fork.Process(target=_rank, args=(rank, job, folder), daemon=True) for rank in local]
     for rank in ranks:
         rank.start()
     while any(rank.is_alive() for rank in ranks) and not any(rank.exitcode for rank in ranks):

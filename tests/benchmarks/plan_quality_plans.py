@@ -39,16 +39,17 @@ class Space:
         tree = nn.Module()
         tree.ebc = make_tables(torch.device("meta"))
         self.tree, self.tables = tree, find_tables(tree).tables
-        of_table = options()
+        table_values = options()
         self.constraints: Mapping[str, TableConstraints] = {
             table.full_name: TableConstraints(
-                allowed_types(table, of_table[table.name], layout, ""), False, of_table[table.name]
+                allowed_types(table, table_values[table.name], layout, ""), False, table_values[table.name]
             )
             for table in self.tables
         }
         topology = self.topology(default_bandwidths())
         self.options: list[list[EstimatedOption]] = [
-            without_duplicates(of) for of in estimated_options(self.tables, self.constraints, topology, BATCH_SIZE)
+            without_duplicates(entry)
+            for entry in estimated_options(self.tables, self.constraints, topology, BATCH_SIZE)
         ]
 
     def topology(self, bandwidths: AssumedBandwidths) -> Topology:
@@ -60,7 +61,7 @@ class Space:
     @property
     def size(self) -> int:
         """How many plans there are; those that differ by the ranks' numbers only count as many."""
-        ways = [sum(len(list(self._ranks_of(option))) for option in of_table) for of_table in self.options]
+        ways = [sum(len(list(self._ranks_of(option))) for option in table_values) for table_values in self.options]
         return int(np.prod(ways, dtype=object))
 
     def drawn(self, draw: np.random.Generator) -> ShardingPlan:
@@ -77,11 +78,11 @@ class Space:
 
     def of_one_type(self, bandwidths: AssumedBandwidths) -> dict[str, ShardingPlan]:
         """Return the best plan, as estimated, of each sharding type that all tables can have."""
-        found = {}
-        for kind in sorted({option.sharding_type for of_table in self.options for option in of_table}):
-            constraints = {name: replace(each, sharding_types=(kind,)) for name, each in self.constraints.items()}
-            found[f"all {kind}"] = make_plan(self.tables, constraints, self.topology(bandwidths), BATCH_SIZE)
-        return found
+        actual = {}
+        for kind in sorted({option.sharding_type for table_values in self.options for option in table_values}):
+            constraints = {name: replace(item, sharding_types=(kind,)) for name, item in self.constraints.items()}
+            actual[f"all {kind}"] = make_plan(self.tables, constraints, self.topology(bandwidths), BATCH_SIZE)
+        return actual
 
     def torchrecs(self, bandwidths: AssumedBandwidths) -> ShardingPlan:
         """Return what torchrec's EmbeddingShardingPlanner picks, told of the tables what ours is told."""
@@ -94,8 +95,8 @@ class Space:
             debug=False,
         )
         with silence_torchrec():
-            found = planner.plan(self.tree, sharders()).plan["ebc"]
-        shardings = {table.full_name: found[table.name] for table in self.tables}
+            actual = planner.plan(self.tree, sharders()).plan["ebc"]
+        shardings = {table.full_name: actual[table.name] for table in self.tables}
         return ShardingPlan.from_torchrec(self.tables, shardings, self.layout, "cpu")
 
     def estimate(self, plan: ShardingPlan, bandwidths: AssumedBandwidths) -> float:

@@ -37,9 +37,9 @@ def over_best(measured: Measured, planner: str) -> float:
     return measured.plans[measured.same[planner]].milliseconds / best
 
 
-def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
+def rank_correlation(first: Sequence[float], other: Sequence[float]) -> float:
     """Return Spearman's: how far two lists order the same things alike, from -1 to 1; 0 where one orders nothing."""
-    a, b = (_ranks(values) for values in (one, other))
+    a, b = (_ranks(values) for values in (first, other))
     if np.ptp(a) == 0 or np.ptp(b) == 0:
         return 0.0
     return float(np.corrcoef(a, b)[0, 1])
@@ -47,8 +47,8 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
 
 def _ranks(values: Sequence[float]) -> np.ndarray:
     """Return each value's place in their order; equal values share the mean of theirs."""
-    of = np.asarray(values, dtype=float)
-    return (of[:, None] > of[None, :]).sum(axis=1) + (of[:, None] == of[None, :]).sum(axis=1) / 2
+    entry = np.asarray(values, dtype=float)
+    return (entry[:, None] > entry[None, :]).sum(axis=1) + (entry[:, None] == entry[None, :]).sum(axis=1) / 2
 
 
 def missed(results: Results) -> int:
@@ -69,7 +69,7 @@ def plans_table(results: Results) -> str:
 
 def _line(num_ranks: int, mbit_per_second: int, measured: Measured) -> list[str]:
     tried = list(measured.plans.values())
-    times = [one.milliseconds for one in tried]
+    times = [first.milliseconds for first in tried]
     ratios = [f"{over_best(measured, planner):.3f}" for planner in PLANNERS]
     if over_best(measured, OURS) > AIM:
         ratios[0] = f"**{ratios[0]}**"
@@ -78,11 +78,11 @@ def _line(num_ranks: int, mbit_per_second: int, measured: Measured) -> list[str]
         str(num_ranks),
         f"{len(tried)} of {measured.size:,}",
         f"{min(times):.1f}",
-        f"{float(np.median([one.spread for one in tried])):.2f}",
+        f"{float(np.median([first.spread for first in tried])):.2f}",
         f"{max(times) / min(times):.2f}",
         *ratios,
-        f"{rank_correlation([one.estimate for one in tried], times):.2f}",
-        f"{rank_correlation([one.estimate_default for one in tried], times):.2f}",
+        f"{rank_correlation([first.estimate for first in tried], times):.2f}",
+        f"{rank_correlation([first.estimate_default for first in tried], times):.2f}",
     ]
 
 
@@ -91,7 +91,7 @@ def cuts_csv(results: Results) -> str:
     cuts = list(dict.fromkeys(name for m in results.values() for name in m.same if name.startswith("all ")))
     rows = []
     for (num_ranks, rate), measured in results.items():
-        times = {name: measured.plans[same].milliseconds for name, same in measured.same.items()}
+        times = {name: measured.plans[is_equal].milliseconds for name, is_equal in measured.same.items()}
         cells = [f"{times[cut]:.1f}" if cut in times else NONE for cut in cuts]
         rows.append([f"{rate} Mbit/s, {num_ranks} ranks", f"{times[OURS]:.1f}", *cells, believed(measured)])
     lines = [["ms per step", "ours", *cuts, "measured cross_node"], *rows]

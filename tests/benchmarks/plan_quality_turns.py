@@ -72,7 +72,7 @@ class Measured:
     """What was measured on some ranks."""
 
     plans: dict[str, Tried]
-    same: dict[str, str]
+    is_equal: dict[str, str]
     """Planner -> the plan that it chose, under the name under which it was timed."""
     size: int
     """Number of plans that there are."""
@@ -89,28 +89,28 @@ def take_turns(job: Job, folder: Path) -> Measured:
 
 def _take_turns(job: Job, folder: Path) -> Measured:
     bandwidths = _measured(job.places)
-    chosen = {
+    selection = {
         OURS: _chosen(job, folder / "measured", {"bandwidths": "measure"}),
         OURS_DEFAULT: _chosen(job, folder / "default", {}),
     }
     space = Space(job.places)
-    found: list[Any] = [None]
+    actual: list[Any] = [None]
     if dist.get_rank() == 0:
-        chosen[TORCHRECS] = space.torchrecs(bandwidths)
-        chosen[TORCHRECS_DEFAULT] = space.torchrecs(default_bandwidths())
-        named = chosen | space.of_one_type(bandwidths)
-        same = _same(space, named)
-        others = {name: named[name] for name in dict.fromkeys(same.values())}
-        plans = sampled(space, others, OURS, job.num_plans, job.seed)
+        selection[TORCHRECS] = space.torchrecs(bandwidths)
+        selection[TORCHRECS_DEFAULT] = space.torchrecs(default_bandwidths())
+        named = selection | space.of_one_type(bandwidths)
+        is_equal = _same(space, named)
+        remaining = {name: named[name] for name in dict.fromkeys(is_equal.values())}
+        plans = sampled(space, remaining, OURS, job.num_plans, job.seed)
         tried = {
             name: Tried(plan, space.estimate(plan, bandwidths), space.estimate(plan, default_bandwidths()))
             for name, plan in plans.items()
         }
         for name, plan in plans.items():
             save_plan(_file(folder, name), plan)
-        found = [Measured(tried, same, space.size, bandwidths)]
-    dist.broadcast_object_list(found)
-    measured: Measured = found[0]
+        actual = [Measured(tried, is_equal, space.size, bandwidths)]
+    dist.broadcast_object_list(actual)
+    measured: Measured = actual[0]
     for number in range(job.rounds):
         for name in random.Random(number).sample(list(measured.plans), len(measured.plans)):
             gc.collect()

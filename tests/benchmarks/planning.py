@@ -34,15 +34,15 @@ def main() -> int:
     options = parser.parse_args()
     began, load = time.monotonic(), os.getloadavg()[0]
 
-    def tell(said: str) -> None:
-        _tell(f"{time.monotonic() - began:.0f} s: {said}")
+    def tell(message: str) -> None:
+        _tell(f"{time.monotonic() - began:.0f} s: {message}")
 
     measured = measure(options.only, options.limit, options.quick, tell)
-    found = _section(measured, load)
-    print(found)
+    actual = _section(measured, load)
+    print(actual)
     if options.write:
         page = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(with_section(page, found, text.BEGIN, text.END), encoding="utf-8")
+        PAGE.write_text(with_section(page, actual, text.BEGIN, text.END), encoding="utf-8")
         if measured.compared:
             PAGE.with_name(text.DETAILS).write_text(compared_csv(measured), encoding="utf-8")
     missed = sum(row.missed for row in summary(measured))

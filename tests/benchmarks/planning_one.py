@@ -44,12 +44,12 @@ def run_one(planner: Planner, job: Job, limit_seconds: float) -> Planned | str:
     late = f"not ended after {limit_seconds:.0f} s"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.benchmarks.planning_one"])
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(there, planner, job, limit_seconds))
+    local, remote = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(remote, planner, job, limit_seconds))
     process.start()
-    there.close()
+    remote.close()
     try:
-        answer: Planned | str = here.recv() if here.poll(WALL_TIMES * limit_seconds + START_SECONDS) else late
+        answer: Planned | str = local.recv() if local.poll(WALL_TIMES * limit_seconds + START_SECONDS) else late
     except EOFError:
         process.join()
         answer = late if process.exitcode == -signal.SIGXCPU else f"ended with exit code {process.exitcode}"
@@ -58,23 +58,23 @@ def run_one(planner: Planner, job: Job, limit_seconds: float) -> Planned | str:
     return answer
 
 
-def _send(there: Connection, planner: Planner, job: Job, limit_seconds: float) -> None:
+def _send(remote: Connection, planner: Planner, job: Job, limit_seconds: float) -> None:
     try:
-        there.send(plan_here(planner, job, limit_seconds))
+        remote.send(plan_here(planner, job, limit_seconds))
     except Exception as error:
-        there.send(f"{type(error).__name__}: {error}")
+        remote.send(f"{type(error).__name__}: {error}")
 
 
 def plan_here(planner: Planner, job: Job, limit_seconds: float | None = None) -> Planned:
     """Return what a planner comes to in this process, which ends by SIGXCPU after `limit_seconds` of the processor."""
-    given = job.tables()
+    inputs = job.tables()
     began = time.process_time()
     if limit_seconds is not None:
         resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(began + limit_seconds), resource.RLIM_INFINITY))
     if planner == "default":
-        critical_path = default_critical_path(given)
+        critical_path = default_critical_path(inputs)
         return Planned(time.process_time() - began, critical_path, peak_bytes=_peak_bytes())
-    made = make_plan(given.tables, given.constraints, given.topology, given.batch_size)
+    made = make_plan(inputs.tables, inputs.constraints, inputs.topology, inputs.batch_size)
     seconds, peak_bytes = time.process_time() - began, _peak_bytes()
     return Planned(seconds, made.cost.critical_path, made.cost.lower_bound, peak_bytes, _facts(made))
 

@@ -35,11 +35,11 @@ def times_table(outcomes: Mapping[Timed, Outcome]) -> str:
     """Return seconds and memory of the timed jobs, both planners side by side."""
     rows = []
     for outcome in outcomes.values():
-        ours, default, job = outcome.ours, outcome.default, outcome.job
+        distrec, default, job = outcome.ours, outcome.default, outcome.job
         rows.append([
             f"{job.kind}, {job.num_tables:,} x {job.num_ranks:,}",
-            _seconds(ours),
-            NONE if isinstance(ours, str) else f"{ours.peak_bytes / 2**20:,.0f}",
+            _seconds(distrec),
+            NONE if isinstance(distrec, str) else f"{distrec.peak_bytes / 2**20:,.0f}",
             _seconds(default),
             _number(outcome.ratio),
             _number(outcome.gap),
@@ -75,17 +75,17 @@ def failures(measured: Measured) -> list[str]:
     return [f"{outcome.job}: {outcome.ours}" for outcome in outcomes if isinstance(outcome.ours, str)]
 
 
-def _seconds(found: Planned | str) -> str:
-    return _short(found) if isinstance(found, str) else f"{found.seconds:.1f}"
+def _seconds(actual: Planned | str) -> str:
+    return _short(actual) if isinstance(actual, str) else f"{actual.seconds:.1f}"
 
 
-def _milliseconds(found: Planned | str) -> str:
-    return _short(found) if isinstance(found, str) else f"{found.critical_path:.3f}"
+def _milliseconds(actual: Planned | str) -> str:
+    return _short(actual) if isinstance(actual, str) else f"{actual.critical_path:.3f}"
 
 
-def _short(why: str) -> str:
+def _short(reason: str) -> str:
     """Return a reason that fits into a cell: torchrec's are whole paragraphs."""
-    return why if len(why) < 40 else "no plan"
+    return reason if len(reason) < 40 else "no plan"
 
 
 def _number(value: float | None) -> str:

@@ -16,22 +16,22 @@ class Outcome:
     """What both planners came to; a text is why one came to nothing."""
 
     job: Job
-    ours: Planned | str
+    distrec: Planned | str
     default: Planned | str
 
     @property
     def ratio(self) -> float | None:
         """Critical path of our plan over that of the default planner's."""
-        if isinstance(self.ours, str) or isinstance(self.default, str):
+        if isinstance(self.distrec, str) or isinstance(self.default, str):
             return None
-        return self.ours.critical_path / self.default.critical_path
+        return self.distrec.critical_path / self.default.critical_path
 
     @property
     def gap(self) -> float | None:
         """Critical path of our plan over the lower bound of any."""
-        if isinstance(self.ours, str) or not self.ours.lower_bound:
+        if isinstance(self.distrec, str) or not self.distrec.lower_bound:
             return None
-        return self.ours.critical_path / self.ours.lower_bound
+        return self.distrec.critical_path / self.distrec.lower_bound
 
 
 @dataclass
@@ -53,21 +53,21 @@ def measure(
     for timed in TIMED if "time" in parts else ():
         if quick and timed.job.num_tables > 100:
             continue
-        ours = run_one("ours", timed.job, PATIENCE * timed.aim_seconds)
+        distrec = run_one("ours", timed.job, PATIENCE * timed.aim_seconds)
         limit = 0 if quick else timed.default_limit_seconds
         default = run_one("default", timed.job, limit) if limit else "not tried"
-        measured.timed[timed] = Outcome(timed.job, ours, default)
+        measured.timed[timed] = Outcome(timed.job, distrec, default)
         tell(_said(measured.timed[timed]))
     for problem in PROBLEMS if "problems" in parts else ():
         if quick and problem.job.num_tables > 10:
             continue
-        ours = run_one("ours", problem.job, PATIENCE * problem.aim_seconds)
+        distrec = run_one("ours", problem.job, PATIENCE * problem.aim_seconds)
         limit = problem.default_limit_seconds
         default = run_one("default", problem.job, limit) if limit else "not tried"
-        measured.problems[problem] = Outcome(problem.job, ours, default)
+        measured.problems[problem] = Outcome(problem.job, distrec, default)
         tell(_said(measured.problems[problem]))
-    of_quality = compared_jobs() if "quality" in parts else []
-    for job in of_quality[: len(of_quality) // len(SHAPES)] if quick else of_quality:
+    quality_values = compared_jobs() if "quality" in parts else []
+    for job in quality_values[: len(quality_values) // len(SHAPES)] if quick else quality_values:
         outcome = Outcome(job, run_one("ours", job, 10 * limit_seconds), run_one("default", job, limit_seconds))
         measured.compared.append(outcome)
         tell(_said(outcome))
@@ -75,9 +75,9 @@ def measure(
 
 
 def _said(outcome: Outcome) -> str:
-    ours, default = (
-        one if isinstance(one, str) else f"{one.seconds:.1f} s, {one.critical_path:.3f} ms"
-        for one in (outcome.ours, outcome.default)
+    distrec, default = (
+        first if isinstance(first, str) else f"{first.seconds:.1f} s, {first.critical_path:.3f} ms"
+        for first in (outcome.ours, outcome.default)
     )
     ratio = "" if outcome.ratio is None else f"; ratio {outcome.ratio:.4f}"
-    return f"{outcome.job}: ours {ours}; default {default}{ratio}"
+    return f"{outcome.job}: ours {distrec}; default {default}{ratio}"

@@ -25,7 +25,7 @@ def test_a_unit_of_sizes_that_is_not_known_is_reported_with_one_that_is_like_it(
 
 
 @pytest.mark.parametrize(
-    ("given", "number"),
+    ("inputs", "number"),
     [
         ("25GB/s", 25e9),
         ("200Gbit/s", 25e9),
@@ -37,20 +37,20 @@ def test_a_unit_of_sizes_that_is_not_known_is_reported_with_one_that_is_like_it(
         (2.5e10, 2.5e10),
     ],
 )
-def test_bandwidths_are_understood(given: str | float, number: float) -> None:
-    assert parse_bandwidth(given, "b") == number
+def test_bandwidths_are_understood(inputs: str | float, number: float) -> None:
+    assert parse_bandwidth(inputs, "b") == number
 
 
 @pytest.mark.parametrize(
-    "given", ["", "fast", "0GB/s", 0, -1.0, "-5GB/s", "nan", float("nan"), float("inf"), "1e999", True, [], "5 GB / s"]
+    "inputs", ["", "fast", "0GB/s", 0, -1.0, "-5GB/s", "nan", float("nan"), float("inf"), "1e999", True, [], "5 GB / s"]
 )
-def test_what_is_no_bandwidth_is_refused(given: object) -> None:
+def test_what_is_no_bandwidth_is_refused(inputs: object) -> None:
     with pytest.raises(ConfigError, match="^b: A bandwidth above 0 is needed, such as 25GB/s"):
-        parse_bandwidth(given, "b")  # type: ignore[arg-type]
+        parse_bandwidth(inputs, "b")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("inputs", "message"),
     [
         ("25GB", "the unit 'GB' is not known; did you mean .*'GB/s'"),
         ("25Gbits/s", "the unit 'Gbits/s' is not known; did you mean 'Gbit/s'"),
@@ -59,9 +59,9 @@ def test_what_is_no_bandwidth_is_refused(given: object) -> None:
         ("25gib/s", "'gib/s' may be bits or bytes. Write Gbit/s .bits. or GiB/s .bytes."),
     ],
 )
-def test_a_unit_that_is_not_known_is_reported_with_what_may_be_meant(given: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        parse_bandwidth(given, "b")
+def test_a_unit_that_is_not_known_is_reported_with_what_may_be_meant(inputs: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_bandwidth(inputs, "b")
 
 
 @pytest.mark.parametrize("number", [950.0, 25e6, 1.2e12, 644.2e9, 999_949.0])

@@ -128,8 +128,8 @@ def _train(folder: str, is_async: bool, one_file: bool) -> None:
         begun.append((checkpoint["global_step"], Path(path).name))
         reported = begun[:-1] if is_async else begun  # an asynchronous one has been waited for by the next
         if reported:
-            left = [path.name for path in leftovers if path.exists()]
-            assert not left, f"left over after a save: {left}"
+            remaining = [path.name for path in leftovers if path.exists()]
+            assert not remaining, f"left over after a save: {remaining}"
             _note(folder, "{} {}".format(*reported[-1]))
 
     trainer.strategy.save_checkpoint = saved
@@ -243,8 +243,8 @@ class Kills:
         step, name = self._reported()
         assert (self.folder / name).exists() or not name.startswith("step"), f"{name} was reported and is gone"
         actual = {path.name: _step_of(path) for path in self.folder.iterdir() if not path.name.startswith(".")}
-        for known, of_step in actual.items():
-            assert known == "last.ckpt" or re.fullmatch(rf"step={of_step}(-v\d+)?\.ckpt", known), actual
+        for seen, step_values in actual.items():
+            assert seen == "last.ckpt" or re.fullmatch(rf"step={step_values}(-v\d+)?\.ckpt", seen), actual
         assert actual["last.ckpt"] >= max(self.step, step if name == "last.ckpt" else step - 1), (actual, step, name)
         self.step = actual["last.ckpt"]
 
@@ -408,14 +408,14 @@ def _die_everywhere(scratch: str, has_old: bool, exchange: bool) -> dict[str, in
             os.utime(new, (0, 0))  # long ago
         clean_up(folder)
         assert not _hidden(folder), line
-        after = _written(path) if path.exists() else 0
-        assert after in ((1, 2) if has_old else (0, 2)), (line, at_once, after)
-        assert after >= at_once, (line, at_once, after)
+        final = _written(path) if path.exists() else 0
+        assert final in ((1, 2) if has_old else (0, 2)), (line, at_once, final)
+        assert final >= at_once, (line, at_once, final)
         assert at_once or not has_old or not exchange, f"nothing under the name after line {line}"
         actual[{0: "none", 1: "old", 2: "new"}[at_once]] += 1
         shutil.rmtree(folder)
         if code == 0:
-            assert after == 2
+            assert final == 2
             actual["lines"] = line
             return actual
     raise AssertionError

@@ -214,7 +214,7 @@ def test_a_full_disk_of_one_rank_raises_on_all_and_the_old_checkpoint_stays(tmp_
     calls = {str(case): (_disk_full, str(tmp_path), is_async, *case) for case in cases}
     ranks = run_each_on_ranks(calls, 2)
     for case in cases:
-        failing_rank, what, steps = case[:3]
+        failing_rank, name, steps = case[:3]
         first, other = (rank_results[str(case)] for rank_results in ranks)
         for actual in (first, other):
             assert actual["raised"].startswith("CheckpointError: "), actual

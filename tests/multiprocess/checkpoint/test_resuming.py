@@ -77,8 +77,8 @@ def plan(*cuts: str, update: str | tuple[str, ...] = "auto", **extra: Any) -> di
     """Return the strategy's options for the three tables; one cut, or one update, is for all of them."""
     updates = (update,) * 3 if isinstance(update, str) else update
     tables: dict[str, Any] = {}
-    for name, cut, how in zip(TABLES, cuts if len(cuts) == 3 else cuts * 3, updates, strict=True):
-        tables[name] = {"sharding_types": [cut], "embedding_update": "dense" if cut == DP else how}
+    for name, cut, mode in zip(TABLES, cuts if len(cuts) == 3 else cuts * 3, updates, strict=True):
+        tables[name] = {"sharding_types": [cut], "embedding_update": "dense" if cut == DP else mode}
         if "column" in cut:
             tables[name]["min_partition"] = 4
     return {"tables": tables, **extra}

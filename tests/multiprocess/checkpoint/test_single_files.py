@@ -152,8 +152,8 @@ def _forms(folder: str) -> dict[str, Any]:
         "folder": {"distributed": True},
         "small again": {"async_save": True},
     }
-    for name, given in options.items():
-        trainer = _trainer("torchrec", given)
+    for name, inputs in options.items():
+        trainer = _trainer("torchrec", inputs)
         trainer.fit(_model(), _batches())
         trainer.save_checkpoint(path)
         wait_for_checkpoint(path)  # rank 0 of the asynchronous one may still be writing

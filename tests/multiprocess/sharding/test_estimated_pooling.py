@@ -75,8 +75,8 @@ class TakesFeatures(ClickModel):
         self.item = nn.Embedding(40, 8)
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
-        features, others = batch["inputs"]
-        return self.mlp(self.ebc(features).values()).squeeze(-1) + self.item(others["item"]).sum((1, 2))
+        features, remaining = batch["inputs"]
+        return self.mlp(self.ebc(features).values()).squeeze(-1) + self.item(remaining["item"]).sum((1, 2))
 
 
 class Declares(TakesFeatures):
@@ -88,29 +88,29 @@ class Declares(TakesFeatures):
 
 
 def fit(
-    look: int, data: Any, model: type[TakesFeatures] = TakesFeatures, **more: Any
+    look: int, data: Any, model: type[TakesFeatures] = TakesFeatures, **extra: Any
 ) -> tuple[list[float], dict[str, Any], list[str]]:
     """Return the losses, ids per example by table, and what was said, of a fit that looks at some batches first."""
-    found: dict[str, Any] = {}
-    said: list[str] = []
+    actual: dict[str, Any] = {}
+    message: list[str] = []
 
     def noted(*args: Any) -> Any:
         constraints = counted_ids.with_counted_ids(*args)
-        found.update({name: of_table.pooling_factors for name, of_table in constraints.items()})
+        actual.update({name: table_values.pooling_factors for name, table_values in constraints.items()})
         return constraints
 
-    set_up_tables.with_counted_ids, counted_ids.rank_zero_info = noted, said.append  # type: ignore[assignment]
+    set_up_tables.with_counted_ids, counted_ids.rank_zero_info = noted, message.append  # type: ignore[assignment]
     random.seed(2)
     np.random.seed(2)
     trained = seeded(model)
     options = {"convert_embeddings": "all", "sharding_types": ["row_wise"], "planning": {"estimate_pooling": look}}
     options["batch_size_per_rank"] = SIZE  # of larger batches the counted ids would be sent once
-    trainer = make_trainer(options | more, max_epochs=2)
+    trainer = make_trainer(options | extra, max_epochs=2)
     try:
         trainer.fit(trained, **({"datamodule": data} if isinstance(data, Data) else {"train_dataloaders": data}))
     except DataError as error:
-        said.append(str(error))
-    return trained.losses, found, said
+        message.append(str(error))
+    return trained.losses, actual, message
 
 
 def batches_of(rank: int) -> list[dict[str, Any]]:
@@ -123,8 +123,10 @@ def batches_of(rank: int) -> list[dict[str, Any]]:
 def plain_means(names: list[str]) -> tuple[float, ...]:
     """Return ids per example over the first batches of both ranks."""
     bags = [batch["inputs"][0][name].lengths() for name in names for rank in (0, 1) for batch in batches_of(rank)]
-    of_each = len(bags) // len(names)
-    return tuple(float(torch.cat(bags[i * of_each : (i + 1) * of_each]).float().mean()) for i in range(len(names)))
+    each_values = len(bags) // len(names)
+    return tuple(
+        float(torch.cat(bags[i * each_values : (i + 1) * each_values]).float().mean()) for i in range(len(names))
+    )
 
 
 class Stream(IterableDataset):
@@ -155,14 +157,14 @@ def runs() -> list[dict[str, Any]]:
 
 
 def test_factors_are_the_plain_means_over_the_batches_of_both_ranks(runs: list[dict[str, Any]]) -> None:
-    wanted: dict[str, Any] = {name: pytest.approx(plain_means(names)) for name, names in TABLES.items()}
+    expected: dict[str, Any] = {name: pytest.approx(plain_means(names)) for name, names in TABLES.items()}
     for run in runs:
-        _, found, _ = run["in order"][1]
-        assert found == wanted | {"item": (6.0,)}
+        _, actual, _ = run["in order"][1]
+        assert actual == expected | {"item": (6.0,)}
     assert len(set(plain_means(list("abcd")))) == 4
     a, b, c, d = plain_means(list("abcd"))
-    (said,) = runs[0]["in order"][1][2]
-    assert said == (
+    (message,) = runs[0]["in order"][1][2]
+    assert message == (
         f"torchrec_sharded: estimate_pooling: ids per example, counted in 5 batches of 2 ranks: ebc.wide a {a:.2f}, "
         f"b {b:.2f}; ebc.narrow c {c:.2f}; ebc.shared b {b:.2f}, d {d:.2f}; item 6.00."
     )
@@ -171,42 +173,42 @@ def test_factors_are_the_plain_means_over_the_batches_of_both_ranks(runs: list[d
 @pytest.mark.parametrize("name", ["in order", "shuffled", "fails", "stream"])
 def test_training_gives_the_same_losses_bit_for_bit(runs: list[dict[str, Any]], name: str) -> None:
     for run in runs:
-        (without, nothing, silence), (losses, found, _) = run[name]
+        (without, empty, silence), (losses, actual, _) = run[name]
         assert losses == without
         assert len(losses) == 2 * min(BATCHES)
-        assert nothing == {}
+        assert empty == {}
         assert not silence
-        assert (set(found.values()) == {None}) == (name == "stream")
+        assert (set(actual.values()) == {None}) == (name == "stream")
 
 
 def test_what_could_not_be_looked_at_is_reported_and_the_other_ranks_batches_count(runs: list[dict[str, Any]]) -> None:
-    _, found, (said,) = runs[0]["fails"][1]
+    _, actual, (message,) = runs[0]["fails"][1]
     bags = torch.cat([batch["inputs"][0]["c"].lengths() for batch in batches_of(0)])
-    assert found["ebc.narrow"] == pytest.approx((float(bags.float().mean()),))
-    assert "counted in 3 batches of 2 ranks" in said
-    assert said.endswith(". not read: rank 1: OSError: the share is not mounted yet.")
-    _, _, (said,) = runs[0]["stream"][1]
-    assert said.startswith(
+    assert actual["ebc.narrow"] == pytest.approx((float(bags.float().mean()),))
+    assert "counted in 3 batches of 2 ranks" in message
+    assert message.endswith(". not read: rank 1: OSError: the share is not mounted yet.")
+    _, _, (message,) = runs[0]["stream"][1]
+    assert message.startswith(
         "torchrec_sharded: estimate_pooling: ids per example of ebc.wide, ebc.narrow, ebc.shared, item"
     )
-    assert said.endswith("rank 1: Stream is an IterableDataset, which may not start twice with the same batches.")
+    assert message.endswith("rank 1: Stream is an IterableDataset, which may not start twice with the same batches.")
 
 
 def test_declared_inputs_count_and_a_given_factor_stays(runs: list[dict[str, Any]]) -> None:
     a, b, c, d = plain_means(list("abcd"))
     for run in runs:
-        _, found, _ = run["declared"]
+        _, actual, _ = run["declared"]
         # Each feature is counted in the batch and in what the step computes of it.
         swapped = (a + d) / 2
-        assert found["ebc.wide"] == pytest.approx((swapped, b))
-        assert found["ebc.shared"] == pytest.approx((b, swapped))
-        assert found["ebc.narrow"] is None
+        assert actual["ebc.wide"] == pytest.approx((swapped, b))
+        assert actual["ebc.shared"] == pytest.approx((b, swapped))
+        assert actual["ebc.narrow"] is None
 
 
 def test_ranks_without_a_batch_take_part(runs: list[dict[str, Any]]) -> None:
     for run in runs:
         for name in ("empty", "rank 0 only"):
-            _, found, _ = run[name]
+            _, actual, _ = run[name]
             bags = torch.cat([batch["inputs"][0]["c"].lengths() for batch in batches_of(0)])
-            assert found["ebc.narrow"] == pytest.approx((float(bags.float().mean()),))
+            assert actual["ebc.narrow"] == pytest.approx((float(bags.float().mean()),))
         assert "batch" in run["empty"][2][-1], "training itself says that a rank has nothing to train on"

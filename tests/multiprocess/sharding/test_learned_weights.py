@@ -70,7 +70,7 @@ CASES = [case for case in ALL_CASES if "sparse" not in case[3] or case[2] not in
 def _fit(model: str, cut: str, update: str) -> tuple[list[float], dict[str, Tensor], set[str]]:
     """Return the losses of this rank, the trained state, and the sharding types of the tables."""
     kind, arguments = MODELS[model]
-    name, _, how = update.partition(" ")
+    name, _, mode = update.partition(" ")
     trained = seeded(kind, *OPTIMIZERS[name], *arguments)
     types: set[str] = set()
 
@@ -78,7 +78,7 @@ def _fit(model: str, cut: str, update: str) -> tuple[list[float], dict[str, Tens
         types.update(item.sharding_type for item in trained.trainer.strategy.run_tables.shards.plan.values())
 
     trained.on_train_start = look
-    strategy = CUTS[cut] | ({"embedding_update": how} if how else {})
+    strategy = CUTS[cut] | ({"embedding_update": mode} if mode else {})
     make_trainer(strategy).fit(trained, rank_loader(STEPS, rank_and_num_ranks()[0]))
     return trained.losses, trained.final_state, types
 

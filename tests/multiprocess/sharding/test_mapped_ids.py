@@ -227,14 +227,14 @@ def _logged() -> tuple[list[dict[str, float]], int]:
 
 
 def test_occupancy_collisions_and_evictions_are_logged() -> None:
-    (entries, taken), _ = run_on_warm_ranks(_logged, 2)
+    (entries, selected), _ = run_on_warm_ranks(_logged, 2)
     assert len(entries) == 3
     assert set(entries[0]) == {
         f"dynamic_ids/{table}/{description}"
         for table in ("mc.bags.users", "mc.bags.goods", "first")
         for description in ("occupancy", "collisions", "evictions")
     }
-    assert entries[-1]["dynamic_ids/first/occupancy"] == taken / 36
+    assert entries[-1]["dynamic_ids/first/occupancy"] == selected / 36
     assert entries[0]["dynamic_ids/mc.bags.goods/collisions"] > entries[-1]["dynamic_ids/mc.bags.goods/collisions"] > 0
     assert entries[-1]["dynamic_ids/mc.bags.users/evictions"] > 0
 

@@ -218,10 +218,10 @@ def test_checkpoints_go_on_with_other_numbers_of_ranks_and_torchrec_reads_them(t
     (warned,) = run_each_on_ranks({"": between}, 1)[0][""]["warned"]
     assert "has noted since it last gave rows cannot be restored" in warned
     # TorchRec's own module, unsharded, has the same rows of ids.
-    alone = seeded(MchModel, **options)
-    alone.load_state_dict(expected)
+    single = seeded(MchModel, **options)
+    single.load_state_dict(expected)
     for table in ROWS:
-        assert _rows_of_ids(alone.state_dict(), table) == _rows_of_ids(expected, table)
+        assert _rows_of_ids(single.state_dict(), table) == _rows_of_ids(expected, table)
 
 
 def _after_training(folder: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -111,10 +111,10 @@ def test_odd_dims_train_beside_sharded_tables_to_the_numbers_of_an_unsharded_run
         assert float(change.detach().abs().max()) > 1e-3, "the table has learnt"
     only = seeded(OnlyOdd)
     only.configure_model()
-    alone = train_unsharded(only, STEPS, 2).final_state
+    single = train_unsharded(only, STEPS, 2).final_state
     assert max(largest_difference(ranks[0]["state"], expected.final_state).values()) < 1e-6
     for actual in ranks:
-        assert max(largest_difference(actual["only"], alone).values()) < 1e-6
+        assert max(largest_difference(actual["only"], single).values()) < 1e-6
         assert actual["sharded"] == ["ebc.narrow", "ebc.shared", "ebc.wide"]
         assert actual["said"].keys() == REFUSED.keys()
         for name, (kind, message) in REFUSED.items():

@@ -227,7 +227,9 @@ def test_a_table_looked_up_twice_in_a_step_is_updated_once(rank_results: list[di
     start = seeded(OneTable, optimizer)
     batches = [[_clicks(step, rank) for rank in range(len(rank_results))] for step in range(STEPS)]
     # The ranks' batches have one size: the mean of their losses is the loss of the joined batch.
-    joined = [[{key: torch.cat([batch[key] for batch in of_step]) for key in of_step[0]}] for of_step in batches]
+    joined = [
+        [{key: torch.cat([batch[key] for batch in step_values]) for key in step_values[0]}] for step_values in batches
+    ]
     expected = train_unsharded(start, joined).state_dict()
     assert not too_far(rank_results[0][name], expected, limit_of(optimizer))
 

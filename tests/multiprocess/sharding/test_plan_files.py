@@ -103,15 +103,15 @@ def test_a_saved_plan_is_followed_bit_by_bit_from_logs_and_checkpoints(tmp_path:
     log, checkpoint = load_plan(tmp_path / "logs" / "version_0"), load_plan(tmp_path / "it.ckpt")
     assert log == checkpoint
     assert {name: table.sharding_type for name, table in log.tables.items()}["ebc.wide"] == "column_wise"
-    for wanted, found in zip(first, run_on_warm_ranks(_follow, 2, str(tmp_path)), strict=True):
-        assert found.pop("resumed")["plan"] != wanted["plan"]
-        assert found.pop("resumed by its plan")["plan"] == wanted["plan"]
-        asked = "set 1 to follow the plan of ckpt_path, or 0."
-        assert found.pop("refused") == f"ConfigError: FORCE_LOAD_SHARDING_PLAN=yes: {asked}"
-        for how, same in found.items():
-            assert same["plan"] == wanted["plan"], how
-            assert same["losses"] == wanted["losses"], how
-            assert all(torch.equal(same["state"][key], value) for key, value in wanted["state"].items()), how
+    for expected, actual in zip(first, run_on_warm_ranks(_follow, 2, str(tmp_path)), strict=True):
+        assert actual.pop("resumed")["plan"] != expected["plan"]
+        assert actual.pop("resumed by its plan")["plan"] == expected["plan"]
+        requests = "set 1 to follow the plan of ckpt_path, or 0."
+        assert actual.pop("refused") == f"ConfigError: FORCE_LOAD_SHARDING_PLAN=yes: {requests}"
+        for mode, is_equal in actual.items():
+            assert is_equal["plan"] == expected["plan"], mode
+            assert is_equal["losses"] == expected["losses"], mode
+            assert all(torch.equal(is_equal["state"][key], value) for key, value in expected["state"].items()), mode
 
 
 def _follow_with_little_memory(folder: str) -> str:
@@ -121,9 +121,9 @@ def _follow_with_little_memory(folder: str) -> str:
 
 def test_a_file_whose_tables_do_not_fit_is_refused_on_every_rank(tmp_path: Path) -> None:
     run_on_warm_ranks(_fit_and_save, 2, str(tmp_path))
-    for said in run_on_warm_ranks(_follow_with_little_memory, 2, str(tmp_path)):
-        assert said.startswith("InfeasiblePlanError: "), said
-        assert " KiB for its tables (rows, gradients, optimizer state), but has 1.7 KiB" in said
+    for message in run_on_warm_ranks(_follow_with_little_memory, 2, str(tmp_path)):
+        assert message.startswith("InfeasiblePlanError: "), message
+        assert " KiB for its tables (rows, gradients, optimizer state), but has 1.7 KiB" in message
 
 
 def test_the_plan_in_a_checkpoint_is_listed_verified_and_reported(
@@ -165,12 +165,12 @@ def _fit_table_wise(folder: str) -> dict[str, Any]:
 
 
 def _follow_changed(file: str) -> dict[str, Any]:
-    found = {"SGD": fit({"plan_file": file}), "Adagrad": fit({"plan_file": file}, optimizer=ADAGRAD)}
+    actual = {"SGD": fit({"plan_file": file}), "Adagrad": fit({"plan_file": file}, optimizer=ADAGRAD)}
     module, rank = seeded(ClickModel, *SGD), rank_and_num_ranks()[0]
     make_trainer({"sharding_types": ["table_wise"]}).fit(module, rank_loader(2, rank))
     make_trainer({"planning": {"plan_file": file}}).fit(module, rank_loader(STEPS - 2, rank, first=2))
-    found["moved"] = {"plan": sharded_tables_of(module).plan, "state": module.final_state}
-    return found
+    actual["moved"] = {"plan": sharded_tables_of(module).plan, "state": module.final_state}
+    return actual
 
 
 def test_a_file_changed_by_hand_is_followed_and_trains_as_unsharded(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_a_file_changed_by_hand_is_followed_and_trains_as_unsharded(tmp_path: Pa
     _change(content)
     changed = tmp_path / "changed.json"
     changed.write_text(json.dumps(content, indent=4))
-    wanted = load_plan(changed)
+    expected = load_plan(changed)
     plain = {
         name: train_unsharded(seeded(ClickModel, *optimizer), STEPS, 2).final_state
         for name, optimizer in (("SGD", SGD), ("Adagrad", ADAGRAD), ("moved", SGD))
@@ -187,16 +187,16 @@ def test_a_file_changed_by_hand_is_followed_and_trains_as_unsharded(tmp_path: Pa
     ranks = run_on_warm_ranks(_follow_changed, 2, str(changed))
     for name, state in plain.items():
         assert max(largest_difference(ranks[0][name]["state"], state).values()) < 1e-5  # rank 0 has the whole tables
-    for found in ranks:
-        for of_run in found.values():
-            assert of_run["plan"] == wanted.for_torchrec([torch.device("cpu")] * 2)
+    for actual in ranks:
+        for run_values in actual.values():
+            assert run_values["plan"] == expected.for_torchrec([torch.device("cpu")] * 2)
 
 
-def _refusals(folder: str, of_other: str, of_four: str) -> dict[str, str]:
+def _refusals(folder: str, other_values: str, four_values: str) -> dict[str, str]:
     gone = f"{folder}/gone.json"
     return {
-        "other model": refusal({"plan_file": of_other}, folder=folder),
-        "other ranks": refusal({"plan_file": of_four}, folder=folder),
+        "other model": refusal({"plan_file": other_values}, folder=folder),
+        "other ranks": refusal({"plan_file": four_values}, folder=folder),
         "gone": refusal({"plan_file": gone}, folder=folder),
     }
 
@@ -209,16 +209,16 @@ def test_a_file_of_another_model_or_number_of_ranks_fails_on_every_rank_before_t
     tables["ebc.wyde"] = tables.pop("ebc.wide")
     tables["ebc.narrow"]["rows"] += 1
     tables["ebc.narrow"]["shards"][0]["sizes"][0] += 1
-    of_other, of_four = tmp_path / "other.json", tmp_path / "four.json"
-    of_other.write_text(json.dumps(content))
-    of_four.write_text(json.dumps({**json.loads(file.read_text()), "num_ranks": 4, "ranks_per_node": 4}))
+    other_values, four_values = tmp_path / "other.json", tmp_path / "four.json"
+    other_values.write_text(json.dumps(content))
+    four_values.write_text(json.dumps({**json.loads(file.read_text()), "num_ranks": 4, "ranks_per_node": 4}))
     folder = tmp_path / "refused"
-    for found in run_on_warm_ranks(_refusals, 2, str(folder), str(of_other), str(of_four)):
-        assert found["other model"].startswith(f"PlanError: plan_file='{of_other}' does not suit this run:\n")
-        assert "table 'ebc.wyde' is in the plan only; did you mean 'ebc.wide'?" in found["other model"]
-        assert "table 'ebc.narrow' is 38 x 8 FP32 in the plan, 37 x 8 FP32 in the module" in found["other model"]
-        assert "it is for 4 ranks, and there are 2" in found["other ranks"]
-        assert found["gone"].startswith(f"ConfigError: the plan {folder}/gone.json cannot be read: No such file")
+    for actual in run_on_warm_ranks(_refusals, 2, str(folder), str(other_values), str(four_values)):
+        assert actual["other model"].startswith(f"PlanError: plan_file='{other_values}' does not suit this run:\n")
+        assert "table 'ebc.wyde' is in the plan only; did you mean 'ebc.wide'?" in actual["other model"]
+        assert "table 'ebc.narrow' is 38 x 8 FP32 in the plan, 37 x 8 FP32 in the module" in actual["other model"]
+        assert "it is for 4 ranks, and there are 2" in actual["other ranks"]
+        assert actual["gone"].startswith(f"ConfigError: the plan {folder}/gone.json cannot be read: No such file")
     assert _plans_below(folder) == []
     assert not list(folder.rglob("*.ckpt"))
 
@@ -234,8 +234,8 @@ def test_a_file_that_only_rank_0_sees_is_followed_by_all(tmp_path: Path) -> None
     for rank in (0, 1):
         (tmp_path / str(rank)).mkdir()
     shutil.copy(tmp_path / "logs" / "version_0" / "plan.json", tmp_path / "0" / "plan.json")
-    wanted = load_plan(tmp_path / "0").for_torchrec([torch.device("cpu")] * 2)
-    assert all(found["plan"] == wanted for found in run_on_warm_ranks(_follow_alone, 2, str(tmp_path)))
+    expected = load_plan(tmp_path / "0").for_torchrec([torch.device("cpu")] * 2)
+    assert all(actual["plan"] == expected for actual in run_on_warm_ranks(_follow_alone, 2, str(tmp_path)))
 
 
 def _evaluate(folder: str, plan_file: str) -> dict[str, Any]:
@@ -246,7 +246,7 @@ def _evaluate(folder: str, plan_file: str) -> dict[str, Any]:
         options = {"logger": CSVLogger(folder, name=name, version=0), "default_root_dir": f"{folder}/{name}"} | options
         return make_trainer({"planning": planning, "checkpoint": {"distributed": True}}, **options)
 
-    found = {}
+    actual = {}
     for name, options in {
         "no logger": {"logger": False},
         "fast": {"fast_dev_run": True},
@@ -260,8 +260,8 @@ def _evaluate(folder: str, plan_file: str) -> dict[str, Any]:
     for name in ("validate", "test", "predict"):
         model = seeded(EvaluatedModel, *SGD)
         getattr(trainer(name, {"plan_file": plan_file}), name)(model, rank_loader(2, rank))
-        found[name] = sharded_tables_of(model).plan
-    return found
+        actual[name] = sharded_tables_of(model).plan
+    return actual
 
 
 def test_only_fits_with_a_logger_save_plans_and_evaluations_follow_them(tmp_path: Path) -> None:
@@ -277,11 +277,11 @@ def test_only_fits_with_a_logger_save_plans_and_evaluations_follow_them(tmp_path
     }
     file.write_text(json.dumps(content))
     folder = tmp_path / "runs"
-    for found in run_on_warm_ranks(_evaluate, 2, str(folder), str(file)):
-        for name, plan in found.items():
+    for actual in run_on_warm_ranks(_evaluate, 2, str(folder), str(file)):
+        for name, plan in actual.items():
             followed = {table: plan[table].sharding_spec.shards[0].placement.rank() for table in plan}
-            wanted = {name: t.shards[0].rank for name, t in load_plan(file).tables.items()}
-            assert followed | {"ebc.wide": 0} == wanted, name
+            expected = {name: t.shards[0].rank for name, t in load_plan(file).tables.items()}
+            assert followed | {"ebc.wide": 0} == expected, name
             assert plan["ebc.wide"].sharding_type == "table_wise", name
     assert _plans_below(folder) == [
         "fast/it.ckpt/plan.json",
@@ -292,16 +292,16 @@ def test_only_fits_with_a_logger_save_plans_and_evaluations_follow_them(tmp_path
 
 
 def _fit_where_the_disk_refuses(folder: str) -> dict[str, Any]:
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as message:
         warnings.simplefilter("always")
-        found = fit(logger=CSVLogger(folder, name="logs", version=0), steps=2)
-    return {"losses": found["losses"], "said": [str(warning.message) for warning in said]}
+        actual = fit(logger=CSVLogger(folder, name="logs", version=0), steps=2)
+    return {"losses": actual["losses"], "said": [str(warning.message) for warning in message]}
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning_that_names_the_file(tmp_path: Path) -> None:
-    taken = tmp_path / "logs" / "version_0" / "plan.json"
-    taken.mkdir(parents=True)
-    found = run_on_warm_ranks(_fit_where_the_disk_refuses, 2, str(tmp_path))
-    said = f"the plan is not saved: {taken} cannot be written (Is a directory). Training continues"
-    assert any(text.startswith(said) for text in found[0]["said"]), found[0]["said"]
-    assert all(len(of_rank["losses"]) == 2 for of_rank in found)
+    selected = tmp_path / "logs" / "version_0" / "plan.json"
+    selected.mkdir(parents=True)
+    actual = run_on_warm_ranks(_fit_where_the_disk_refuses, 2, str(tmp_path))
+    message = f"the plan is not saved: {selected} cannot be written (Is a directory). Training continues"
+    assert any(text.startswith(message) for text in actual[0]["said"]), actual[0]["said"]
+    assert all(len(rank_result["losses"]) == 2 for rank_result in actual)

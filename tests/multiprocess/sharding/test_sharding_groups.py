@@ -69,12 +69,12 @@ def joined(step: int, ranks: Iterable[int] = range(4), unequal: bool = False) ->
 
 
 def fit(
-    kind: type, name: str, options: dict[str, Any], groups: dict[str, int], unequal: bool = False, **of_trainer: Any
+    kind: type, name: str, options: dict[str, Any], groups: dict[str, int], unequal: bool = False, **trainer_values: Any
 ) -> dict[str, Any]:
     """Train in groups; return the state on rank 0, and what this rank has after the fit."""
     rank = rank_and_num_ranks()[0]
     model = seeded(kind, *OPTIMIZERS[name])
-    trainer = make_trainer(options | {"sharding_groups": {"size": 2} | groups}, **of_trainer)
+    trainer = make_trainer(options | {"sharding_groups": {"size": 2} | groups}, **trainer_values)
     batches = [batch_of(step, rank, unequal) for step in range(STEPS)]
     evaluated = [batch_of(STEPS, rank)] if kind is EvaluatedModel else None
     trainer.fit(model, DataLoader(batches, batch_size=None), evaluated and DataLoader(evaluated, batch_size=None))
@@ -184,8 +184,8 @@ QUICK_AVERAGED = ("averaged Adagrad", "averaged validated")
 @pytest.fixture(scope="module")
 def actual(request: pytest.FixtureRequest) -> dict[str, list[dict[str, Any]]]:
     """What each rank has after each run that a test of this session asks for."""
-    of_module = [item for item in request.session.items if item.path == request.path]
-    requested = {item.callspec.params.get("run") for item in of_module if hasattr(item, "callspec")}
+    module_values = [item for item in request.session.items if item.path == request.path]
+    requested = {item.callspec.params.get("run") for item in module_values if hasattr(item, "callspec")}
     rank_results = run_each_on_ranks({name: run for name, run in RUNS.items() if name in requested}, 4)
     return {name: [rank_result[name] for rank_result in rank_results] for name in rank_results[0]}
 
@@ -222,9 +222,9 @@ def test_groups_that_exchange_gradients_train_as_one_process(run: str, actual: d
 
 @pytest.mark.parametrize("run", slow_except(QUICK + QUICK_AVERAGED, RUNS))
 def test_replicas_are_equal_to_the_bit_after_a_fit(run: str, actual: dict[str, Any]) -> None:
-    for local, there in ((0, 2), (1, 3)):
+    for local, remote in ((0, 2), (1, 3)):
         for name, shards in actual[run][local]["shards"].items():
-            for first, other in zip(shards, actual[run][there]["shards"][name], strict=True):
+            for first, other in zip(shards, actual[run][remote]["shards"][name], strict=True):
                 assert torch.equal(first, other), name
 
 

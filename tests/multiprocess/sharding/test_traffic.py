@@ -44,8 +44,8 @@ class Lookups(pl.LightningModule):
 
     def __init__(self, weighted: bool) -> None:
         super().__init__()
-        options = {name: {"feature_names": of, "embedding_dim": dim} for name, (of, dim) in BAGS.items()}
-        rows = {name: FEATURES[of[0]][1] for name, (of, _) in BAGS.items()}
+        options = {name: {"feature_names": entry, "embedding_dim": dim} for name, (entry, dim) in BAGS.items()}
+        rows = {name: FEATURES[entry[0]][1] for name, (entry, _) in BAGS.items()}
         self.bags = EmbeddingBagCollection(
             tables=[EmbeddingBagConfig(name=n, num_embeddings=rows[n], **o) for n, o in options.items()],
             is_weighted=weighted,
@@ -64,7 +64,9 @@ class Lookups(pl.LightningModule):
         features = KeyedJaggedTensor(list(FEATURES), batch["ids"], lengths=batch["lengths"], weights=weights)
         unweighted = KeyedJaggedTensor(list(FEATURES), batch["ids"], lengths=batch["lengths"])
         rows = self.rows(unweighted)
-        return self.scale.sum() * (self.bags(features).values().sum() + sum(of.values().sum() for of in rows.values()))
+        return self.scale.sum() * (
+            self.bags(features).values().sum() + sum(entry.values().sum() for entry in rows.values())
+        )
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -96,7 +98,7 @@ def _fit(
             GROUP_WORLD_SIZE=str(nodes),
             WORLD_SIZE=str(num_ranks),
         )
-    pooling = {name: FEATURES[of[0]][0] for name, (of, _) in BAGS.items()}
+    pooling = {name: FEATURES[entry[0]][0] for name, (entry, _) in BAGS.items()}
     options = {
         f"{path}.{prefix}{name}": {
             "sharding_types": [cuts.get(prefix + name, cuts[""])],
@@ -105,26 +107,26 @@ def _fit(
         for path, prefix, names in (("bags", "", BAGS), ("rows", "of_", ("wide", "two")))
         for name in names
     }
-    for of_table in options.values():
-        if "column_wise" in of_table["sharding_types"][0]:
-            of_table["min_partition"] = 4
+    for table_values in options.values():
+        if "column_wise" in table_values["sharding_types"][0]:
+            table_values["min_partition"] = 4
     callback = Communication()
     strategy = TorchRecShardedStrategy(
         tables=options, batch_size_per_rank=EXAMPLES, prefetch={"depth": depth}, quantized_comms=comms
     )
     trainer = pl.Trainer(strategy=strategy, devices=num_ranks // nodes, num_nodes=nodes, **DEFAULTS, callbacks=callback)
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     model = Lookups(weighted)
 
     def look() -> None:
         setup = trainer.strategy.run_tables  # type: ignore[attr-defined]
-        found["cuts"] = {name: sharding.sharding_type for name, sharding in setup.shards.plan.items()}
-        found["plan"] = setup.plan
+        actual["cuts"] = {name: sharding.sharding_type for name, sharding in setup.shards.plan.items()}
+        actual["plan"] = setup.plan
 
     model.on_train_start = look  # type: ignore[method-assign]
     trainer.fit(model, DataLoader([_batch()] * STEPS, batch_size=None))
     across = {kind: sent / callback._fit.steps for kind, sent in callback._fit.across_nodes.items()}
-    return found | {"sent": callback.bytes_per_step, "across": across}
+    return actual | {"sent": callback.bytes_per_step, "across": across}
 
 
 SAME = {cut: {"": cut} for cut in ("table_wise", "row_wise", "column_wise")}
@@ -156,23 +158,23 @@ WEIGHTED = ("weighted", "on_nodes, rounded")
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[tuple[int, str], list[dict[str, Any]]]:
+def actual() -> dict[tuple[int, str], list[dict[str, Any]]]:
     """What each rank sent, by the number of ranks and the name of the job."""
     ranks = {number: run_each_on_ranks(jobs, number) for number, jobs in JOBS.items()}
-    return {(number, job): [of[job] for of in ranks[number]] for number, jobs in JOBS.items() for job in jobs}
+    return {(number, job): [entry[job] for entry in ranks[number]] for number, jobs in JOBS.items() for job in jobs}
 
 
 @pytest.mark.parametrize(
     ("ranks", "job"), [(ranks, job) for ranks, jobs in JOBS.items() for job in jobs if job != "ahead"]
 )
-def test_estimated_bytes_are_those_that_ranks_send(found: Any, ranks: int, job: str) -> None:
-    of_ranks = found[ranks, job]
-    traffic = of_ranks[0]["plan"].traffic
+def test_estimated_bytes_are_those_that_ranks_send(actual: Any, ranks: int, job: str) -> None:
+    rank_results = actual[ranks, job]
+    traffic = rank_results[0]["plan"].traffic
     assert traffic.layout.num_nodes == ranks // 2
-    for rank, here in enumerate(of_ranks):
-        sent = here["sent"]
-        agreed = _agreed(of_ranks[0], job in WEIGHTED) * (ranks - 1)
-        assert of_ranks[0]["plan"].traffic.sent(IDS)[rank] + agreed == pytest.approx(sent[IDS], abs=1e-6)
+    for rank, local in enumerate(rank_results):
+        sent = local["sent"]
+        agreed = _agreed(rank_results[0], job in WEIGHTED) * (ranks - 1)
+        assert rank_results[0]["plan"].traffic.sent(IDS)[rank] + agreed == pytest.approx(sent[IDS], abs=1e-6)
         assert traffic.sent(ROWS)[rank] == pytest.approx(sent[ROWS], abs=1e-6)
         assert traffic.sent(ROW_GRADIENTS)[rank] == pytest.approx(sent[ROW_GRADIENTS], abs=1e-6)
         dense = 2 * DENSE_BYTES * (ranks - 1) / ranks
@@ -180,36 +182,38 @@ def test_estimated_bytes_are_those_that_ranks_send(found: Any, ranks: int, job: 
     assert all(traffic.sent(kind).sum() > 0 for kind in (IDS, ROWS, ROW_GRADIENTS))
 
 
-def _agreed(here: dict[str, Any], weighted: bool) -> float:
+def _agreed(local: dict[str, Any], weighted: bool) -> float:
     """Return the bytes a step, for each other rank, that are no ids. Tables of one sharding type have one exchange."""
-    exchanges = {(name.partition(".")[0], cut) for name, cut in here["cuts"].items() if cut != "data_parallel"}
+    exchanges = {(name.partition(".")[0], cut) for name, cut in local["cuts"].items() if cut != "data_parallel"}
     return AGREED + UNUSED * sum(not weighted or collection == "rows" for collection, _ in exchanges)
 
 
-def test_ids_that_travel_ahead_of_their_step_are_as_many(found: Any) -> None:
-    of_ranks = found[2, "ahead"]
-    traffic = of_ranks[0]["plan"].traffic
-    for rank, here in enumerate(of_ranks):
-        assert 0 <= here["sent"][IDS] - traffic.sent(IDS)[rank] <= _agreed(of_ranks[0], False)
-        assert here["sent"][ROWS] == traffic.sent(ROWS)[rank]
+def test_ids_that_travel_ahead_of_their_step_are_as_many(actual: Any) -> None:
+    rank_results = actual[2, "ahead"]
+    traffic = rank_results[0]["plan"].traffic
+    for rank, local in enumerate(rank_results):
+        assert 0 <= local["sent"][IDS] - traffic.sent(IDS)[rank] <= _agreed(rank_results[0], False)
+        assert local["sent"][ROWS] == traffic.sent(ROWS)[rank]
 
 
 @pytest.mark.parametrize("job", JOBS[4])
-def test_estimated_bytes_across_nodes_are_those_that_leave_nodes(found: Any, job: str) -> None:
-    of_ranks = found[4, job]
+def test_estimated_bytes_across_nodes_are_those_that_leave_nodes(actual: Any, job: str) -> None:
+    rank_results = actual[4, job]
     for kind in (IDS, ROWS, ROW_GRADIENTS):
-        left = sum(here["across"][kind] for here in of_ranks)  # of rings the counters know the mean of ranks only
-        said = _agreed(of_ranks[0], job in WEIGHTED) * 2 * 4 if kind == IDS else 0
-        assert of_ranks[0]["plan"].traffic.across_nodes(kind).sum() + said == pytest.approx(left, abs=1e-6)
+        remaining = sum(
+            local["across"][kind] for local in rank_results
+        )  # of rings the counters know the mean of ranks only
+        message = _agreed(rank_results[0], job in WEIGHTED) * 2 * 4 if kind == IDS else 0
+        assert rank_results[0]["plan"].traffic.across_nodes(kind).sum() + message == pytest.approx(remaining, abs=1e-6)
 
 
-def test_every_cut_was_among_those_compared(found: Any) -> None:
-    cuts = {cut for of_ranks in found.values() for cut in of_ranks[0]["cuts"].values()}
+def test_every_cut_was_among_those_compared(actual: Any) -> None:
+    cuts = {cut for rank_results in actual.values() for cut in rank_results[0]["cuts"].values()}
     assert cuts == {
         *("table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "data_parallel"),
     }
 
 
-def test_all_ranks_have_the_plan(found: Any) -> None:
-    for of_ranks in found.values():
-        assert all(here["plan"].tables == of_ranks[0]["plan"].tables for here in of_ranks[1:])
+def test_all_ranks_have_the_plan(actual: Any) -> None:
+    for rank_results in actual.values():
+        assert all(local["plan"].tables == rank_results[0]["plan"].tables for local in rank_results[1:])

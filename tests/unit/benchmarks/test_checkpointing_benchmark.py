@@ -47,7 +47,7 @@ def test_aims_that_are_missed_are_bold() -> None:
     measured.loads[3] = Loads([1.0], [2.0], 2**20)
     measured.exports[".ckpt"] = 2**29
     rows = {row.name: row for row in summary(measured)}
-    missed = {what for what, row in rows.items() if row.missed}
+    missed = {name for name, row in rows.items() if row.missed}
     assert missed == {
         "save / bare `dcp.save`",
         "save: bytes a second / dd's",

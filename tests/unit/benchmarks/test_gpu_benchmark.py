@@ -48,21 +48,21 @@ def test_the_section_shows_what_is_over_its_limit_and_stays_between_its_markers(
     assert "| examples per second | 123,456 |" in text
     assert "| idle share | 0.25 |" in text
     page = tmp_path / "page.md"
-    before = PAGE.read_text()
-    page.write_text(before)
+    initial = PAGE.read_text()
+    page.write_text(initial)
     write_section(text, page)
     write_section("Not run yet.", page)
-    assert page.read_text() == before, "markers and all else stay"
-    assert BEGIN in before
-    assert END in before
+    assert page.read_text() == initial, "markers and all else stay"
+    assert BEGIN in initial
+    assert END in initial
 
 
 @pytest.mark.slow
 def test_all_parts_but_the_tests_run_on_a_cpu(tmp_path: Path) -> None:
     done = command("--device", "cpu", "--small", "--json", str(tmp_path / "found.json"), "--only", *PARTS)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    found = json.loads((tmp_path / "found.json").read_text())["parts"]
-    assert found.keys() == PARTS.keys()
-    assert found["speed"]["numbers"]
-    assert found["parity"]["differences"]
+    actual = json.loads((tmp_path / "found.json").read_text())["parts"]
+    assert actual.keys() == PARTS.keys()
+    assert actual["speed"]["numbers"]
+    assert actual["parity"]["differences"]
     assert f"On this CPU: {len(PARTS)} of {len(PARTS)} parts passed." in done.stdout

@@ -63,12 +63,12 @@ def test_a_sample_holds_the_named_plans_and_unlike_others_that_files_can_hold(sp
     assert list(plans)[: len(named)] == list(named)
     assert plans == sampled(space, named, "ours", 20, seed=0)
     assert plans != sampled(space, named, "ours", 20, seed=1)
-    others = [plan for name, plan in plans.items() if name not in named]
-    assert len({space.key(plan) for plan in others}) == len(others)
+    remaining = [plan for name, plan in plans.items() if name not in named]
+    assert len({space.key(plan) for plan in remaining}) == len(remaining)
     for number, (name, plan) in enumerate(plans.items()):
         save_plan(tmp_path / f"{number}.json", plan)
         assert differences(load_plan(tmp_path / f"{number}.json"), plan) == []
-        changed = sum(table != named["ours"].tables[of] for of, table in plan.tables.items())
+        changed = sum(table != named["ours"].tables[entry] for entry, table in plan.tables.items())
         assert changed == 1 or not name.startswith("near")
 
 
@@ -80,15 +80,15 @@ def test_ranks_of_lists_agree_disagree_or_say_nothing() -> None:
     assert rank_correlation([1, 2, 2, 3], [5, 6, 9, 8]) == pytest.approx(3 / 22.5**0.5)
 
 
-def measured(space: Space, ours: float) -> Measured:
+def measured(space: Space, distrec: float) -> Measured:
     plan = space.drawn(np.random.default_rng(0))
     tried = {
-        OURS: Tried(plan, 1.0, 1.0, [[ours, ours, 99.0], [ours, ours, 99.0]]),
+        OURS: Tried(plan, 1.0, 1.0, [[distrec, distrec, 99.0], [distrec, distrec, 99.0]]),
         TORCHRECS: Tried(plan, 3.0, 2.0, [[20.0, 20.0, 99.0], [20.0]]),
         "drawn 2": Tried(plan, 2.0, 3.0, [[10.0]]),
     }
-    same = {OURS: OURS, OURS_DEFAULT: TORCHRECS, TORCHRECS: TORCHRECS, TORCHRECS_DEFAULT: TORCHRECS}
-    return Measured(tried, same, 12_345, default_bandwidths())
+    is_equal = {OURS: OURS, OURS_DEFAULT: TORCHRECS, TORCHRECS: TORCHRECS, TORCHRECS_DEFAULT: TORCHRECS}
+    return Measured(tried, is_equal, 12_345, default_bandwidths())
 
 
 def test_our_plan_is_compared_with_the_best_and_bold_where_it_misses_the_aim(space: Space) -> None:

@@ -14,14 +14,14 @@ SMALL = Job(kind="uniform", num_tables=4, num_ranks=2, ranks_on_node=2, memory_g
 
 
 def test_another_process_comes_to_the_plan_that_this_one_comes_to() -> None:
-    there = run_one("ours", SMALL, 60)
-    here = plan_here("ours", SMALL)
-    assert isinstance(there, Planned)
-    assert (there.critical_path, there.facts) == (here.critical_path, here.facts)
+    remote = run_one("ours", SMALL, 60)
+    local = plan_here("ours", SMALL)
+    assert isinstance(remote, Planned)
+    assert (remote.critical_path, remote.facts) == (local.critical_path, local.facts)
     default = plan_here("default", SMALL)
-    assert here.lower_bound is not None
-    assert here.lower_bound <= here.critical_path * (1 + 1e-9)
-    assert here.critical_path <= default.critical_path * (1 + 1e-9)
+    assert local.lower_bound is not None
+    assert local.lower_bound <= local.critical_path * (1 + 1e-9)
+    assert local.critical_path <= default.critical_path * (1 + 1e-9)
 
 
 @pytest.mark.slow
@@ -59,7 +59,7 @@ def test_worse_plans_and_missed_aims_are_bold_and_failures_are_listed() -> None:
 
 
 def test_the_section_comes_before_the_one_about_gpus_and_replaces_the_one_that_is_there() -> None:
-    found = section("summary", "times", "problems", [], machine="2 cores", limit_seconds=60, load=0.5)
-    page = with_section(f"# How fast\n\nwords\n\n{GPU}\n", found, BEGIN, END)
+    actual = section("summary", "times", "problems", [], machine="2 cores", limit_seconds=60, load=0.5)
+    page = with_section(f"# How fast\n\nwords\n\n{GPU}\n", actual, BEGIN, END)
     assert page.index("words") < page.index(BEGIN) < page.index(END) < page.index("## On a GPU")
-    assert with_section(page, found.replace("times", "other"), BEGIN, END) == page.replace("times", "other")
+    assert with_section(page, actual.replace("times", "other"), BEGIN, END) == page.replace("times", "other")

@@ -63,8 +63,8 @@ def test_groups_pay_from_the_step_on_that_makes_both_take_equally_long() -> None
 def test_what_crosses_no_node_any_more_is_the_difference_of_two_exchanges() -> None:
     groups = Grouped(num_ranks=64, group=16)
     one_table = groups.num_tables * (Numbers(R=64, L=8).sent_across("table_wise"))
-    of_group = groups.num_tables * (Numbers(R=16, L=8).sent_across("table_wise"))
-    assert groups.saved_byte_seconds == pytest.approx((one_table - of_group) / (12.5 * 2**30))
+    group_values = groups.num_tables * (Numbers(R=16, L=8).sent_across("table_wise"))
+    assert groups.saved_byte_seconds == pytest.approx((one_table - group_values) / (12.5 * 2**30))
 
 
 @pytest.mark.slow

@@ -18,35 +18,35 @@ from lightning_distrec.sharding.planning.table_options import PlanningOptions
 ENVIRONMENT = {"INTRA_NODE_BANDWIDTH": "100GB/s", "CROSS_NODE_BANDWIDTH": "12500000000"}
 
 
-def assumed(given: object, environment: dict[str, str] | None = None) -> AssumedBandwidths:
+def assumed(inputs: object, environment: dict[str, str] | None = None) -> AssumedBandwidths:
     """Return what is believed where every measurement says 1 byte per second."""
-    request = bandwidth_request(given, environment or {})  # type: ignore[arg-type]
+    request = bandwidth_request(inputs, environment or {})  # type: ignore[arg-type]
     measured = {name: Bandwidth(bytes_per_second=1.0, origin="measured") for name in request.to_measure}
     return request.with_measured(measured)
 
 
 def said(bandwidths: AssumedBandwidths) -> dict[str, tuple[float, str]]:
-    return {name: (one.bytes_per_second, one.origin) for name in NAMES for one in [getattr(bandwidths, name)]}
+    return {name: (first.bytes_per_second, first.origin) for name in NAMES for first in [getattr(bandwidths, name)]}
 
 
 def test_without_a_word_torchrecs_defaults_are_believed_in_bytes_per_second() -> None:
-    found = said(assumed(None))
-    assert found["intra_node"] == (600 * 2**30, "torchrec's default")
-    assert found["cross_node"] == (12.5 * 2**30, "torchrec's default")
+    actual = said(assumed(None))
+    assert actual["intra_node"] == (600 * 2**30, "torchrec's default")
+    assert actual["cross_node"] == (12.5 * 2**30, "torchrec's default")
     assert assumed(None).host_memory.bytes_per_millisecond == constants.DDR_MEM_BW
-    assert {name: number for name, (number, _) in found.items()} == DEFAULTS
+    assert {name: number for name, (number, _) in actual.items()} == DEFAULTS
 
 
 def test_an_argument_stands_above_the_environment_and_that_above_torchrec() -> None:
-    found = said(assumed({"intra_node": "25GB/s"}, ENVIRONMENT))
-    assert found["intra_node"] == (25e9, "argument")
-    assert found["cross_node"] == (12.5e9, "environment CROSS_NODE_BANDWIDTH")
-    assert found["host_memory"][1] == "torchrec's default"
+    actual = said(assumed({"intra_node": "25GB/s"}, ENVIRONMENT))
+    assert actual["intra_node"] == (25e9, "argument")
+    assert actual["cross_node"] == (12.5e9, "environment CROSS_NODE_BANDWIDTH")
+    assert actual["host_memory"][1] == "torchrec's default"
 
 
 def test_a_dict_and_an_object_say_the_same() -> None:
-    given = {"intra_node": "25GB/s", "host_memory": 3e9}
-    assert assumed(given) == assumed(Bandwidths(**given))
+    inputs = {"intra_node": "25GB/s", "host_memory": 3e9}
+    assert assumed(inputs) == assumed(Bandwidths(**inputs))
 
 
 def test_measure_asks_for_what_neither_argument_nor_environment_gives() -> None:
@@ -78,7 +78,7 @@ def test_a_variable_that_is_no_bandwidth_is_reported_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("inputs", "message"),
     [
         ({"intra_node": "0GB/s"}, "planning.bandwidths.intra_node='0GB/s': A bandwidth above 0 is needed"),
         ({"host_memory": "25 G/s"}, "planning.bandwidths.host_memory='25 G/s': the unit 'G/s' is not known; did you"),
@@ -87,17 +87,17 @@ def test_a_variable_that_is_no_bandwidth_is_reported_by_name() -> None:
         (25e9, "planning.bandwidths=25000000000.0: 'measure' or a dict with some of intra_node, .* is needed."),
     ],
 )
-def test_what_cannot_be_is_refused_when_the_strategy_is_made(given: object, message: str) -> None:
+def test_what_cannot_be_is_refused_when_the_strategy_is_made(inputs: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        TorchRecShardedStrategy(planning={"bandwidths": given})
+        TorchRecShardedStrategy(planning={"bandwidths": inputs})
     with pytest.raises(ConfigError, match=message):
-        PlanningOptions(bandwidths=given)  # type: ignore[arg-type]
+        PlanningOptions(bandwidths=inputs)  # type: ignore[arg-type]
 
 
 def test_those_of_one_origin_are_reported_together() -> None:
-    found = assumed({"intra_node": "25GB/s", "cross_node": "2GB/s"}).in_words((
+    actual = assumed({"intra_node": "25GB/s", "cross_node": "2GB/s"}).in_words((
         "intra_node",
         "cross_node",
         "host_memory",
     ))
-    assert found == "intra_node 25.0 GB/s, cross_node 2.0 GB/s (argument), host_memory 54.8 GB/s (torchrec's default)"
+    assert actual == "intra_node 25.0 GB/s, cross_node 2.0 GB/s (argument), host_memory 54.8 GB/s (torchrec's default)"

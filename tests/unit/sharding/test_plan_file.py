@@ -47,11 +47,13 @@ def tables_of(sizes: dict[str, tuple[int, int]], pooled: bool = True) -> list[Ta
     return find_tables(root).tables
 
 
-def constraints_of(tables: list[Table], *types: str, kept: bool = False, **more: Any) -> dict[str, TableConstraints]:
+def constraints_of(
+    tables: list[Table], *types: str, retained: bool = False, **extra: Any
+) -> dict[str, TableConstraints]:
     """Return constraints that allow these sharding types, or all where there are none."""
     options = TableOptions(sharding_types=list(types) or None, min_partition=4)
     allowed = types or SHARDING_TYPES
-    return {table.full_name: TableConstraints(tuple(allowed), kept, options, **more) for table in tables}
+    return {table.full_name: TableConstraints(tuple(allowed), retained, options, **extra) for table in tables}
 
 
 def make(tables: list[Table], layout: NodeLayout, *types: str) -> ShardingPlan:
@@ -70,8 +72,8 @@ def mixed() -> dict[str, Any]:
         "ebc.hours": "data_parallel",
     }
     made = {kind: make(tables, layout, kind) for kind in types.values()}
-    of_tables = {name: made[kind].tables[name] for name, kind in types.items()}
-    return json.loads(plan_text(ShardingPlan(layout=layout, device="cpu", tables=of_tables)))
+    tables_values = {name: made[kind].tables[name] for name, kind in types.items()}
+    return json.loads(plan_text(ShardingPlan(layout=layout, device="cpu", tables=tables_values)))
 
 
 def loaded(content: Any, folder: Path) -> ShardingPlan:
@@ -101,8 +103,8 @@ def test_any_plan_that_is_made_comes_back_as_it_was(
     assert differences(load_plan(file), plan) == []
     devices = [torch.device("cpu")] * layout.num_ranks
     assert load_plan(file).for_torchrec(devices) == plan.for_torchrec(devices)
-    again = ShardingPlan.from_torchrec(tables, plan.for_torchrec(devices), layout, "cpu")
-    assert again == load_plan(file)
+    repeated = ShardingPlan.from_torchrec(tables, plan.for_torchrec(devices), layout, "cpu")
+    assert repeated == load_plan(file)
 
 
 def _change(content: Any, path: list[int], change: Any) -> None:
@@ -141,19 +143,19 @@ def test_a_changed_file_is_read_as_it_is_or_refused_by_an_error_of_ours(
     for path, change in edits:
         _change(content, path, change)
     folder = tmp_path_factory.mktemp("changed")
-    found, said = None, ""
+    actual, message = None, ""
     try:
-        found = loaded(content, folder)
+        actual = loaded(content, folder)
     except (PlanError, ConfigError) as error:
-        said = str(error)
-    if found is None:
-        assert str(folder) in said
+        message = str(error)
+    if actual is None:
+        assert str(folder) in message
         return
-    again = json.loads(plan_text(found))
-    for tables in (content["tables"], again["tables"]):
+    repeated = json.loads(plan_text(actual))
+    for tables in (content["tables"], repeated["tables"]):
         for table in tables.values():
             table["shards"].sort(key=str)
-    assert again == content
+    assert repeated == content
 
 
 def test_a_file_has_a_line_for_each_shard_and_is_written_whole_or_not(
@@ -162,8 +164,8 @@ def test_a_file_has_a_line_for_each_shard_and_is_written_whole_or_not(
     written = make(tables_of(SIZES), NodeLayout.from_node_sizes(2), "row_wise")
     file = tmp_path / "new" / "plan.json"
     save_plan(file, written)
-    before = file.read_text()
-    assert before.splitlines()[5:9] == [
+    initial = file.read_text()
+    assert initial.splitlines()[5:9] == [
         ' "tables": {',
         '  "ebc.users": {"rows": 60, "dim": 16, "data_type": "FP32", "sharding_type": "row_wise", "compute_kernel": '
         '"fused", "shards": [',
@@ -171,7 +173,7 @@ def test_a_file_has_a_line_for_each_shard_and_is_written_whole_or_not(
         '   {"rank": 1, "offsets": [30, 0], "sizes": [30, 16]}',
     ]
     save_plan(file, written)
-    assert file.read_text() == before
+    assert file.read_text() == initial
 
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
@@ -180,7 +182,7 @@ def test_a_file_has_a_line_for_each_shard_and_is_written_whole_or_not(
     with pytest.raises(OSError, match="No space left"):
         save_plan(file, make(tables_of(SIZES), NodeLayout.from_node_sizes(2), "table_wise"))
     assert [path.name for path in file.parent.iterdir()] == ["plan.json"]
-    assert file.read_text() == before
+    assert file.read_text() == initial
 
 
 def test_a_cache_load_factor_is_kept() -> None:
@@ -198,7 +200,7 @@ USERS, FILMS, DAYS, HOURS = (("tables", f"ebc.{name}") for name in ("users", "fi
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "said"),
+    ("place", "value", "message"),
     [
         (("version",), 2, "version: 2, and this version of lightning_distrec reads 1. Install the version that"),
         (("version",), "1", "it has no integer version"),
@@ -233,7 +235,7 @@ USERS, FILMS, DAYS, HOURS = (("tables", f"ebc.{name}") for name in ("users", "fi
     ],
 )
 def test_what_is_wrong_in_a_file_is_reported_with_its_place(
-    tmp_path: Path, mixed: dict[str, Any], place: tuple[Any, ...], value: Any, said: str
+    tmp_path: Path, mixed: dict[str, Any], place: tuple[Any, ...], value: Any, message: str
 ) -> None:
     content = json.loads(json.dumps(mixed))
     inner = content
@@ -243,7 +245,7 @@ def test_what_is_wrong_in_a_file_is_reported_with_its_place(
         del inner[place[-1]]
     else:
         inner[place[-1]] = value
-    with pytest.raises(PlanError, match=said) as raised:
+    with pytest.raises(PlanError, match=message) as raised:
         loaded(content, tmp_path)
     assert f"{tmp_path / 'plan.json'} is not a valid plan: " in str(raised.value)
 
@@ -278,7 +280,7 @@ def test_blocks_of_rows_that_torchrec_does_not_cut_and_columns_that_fbgemm_canno
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("{", "is not a plan: Expecting"),
         ('{"version": 1, "version": 1}', "is not a plan: 'version' is in it twice"),
@@ -288,9 +290,9 @@ def test_blocks_of_rows_that_torchrec_does_not_cut_and_columns_that_fbgemm_canno
         ("\udcff", "is not a plan: "),
     ],
 )
-def test_what_is_no_json_is_reported(tmp_path: Path, text: str, said: str) -> None:
+def test_what_is_no_json_is_reported(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "plan.json").write_text(text, errors="surrogateescape")
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=message):
         load_plan(tmp_path / "plan.json")
 
 
@@ -313,24 +315,24 @@ def test_differences_name_ranks_tables_cuts_and_shards_that_have_moved(tmp_path:
     tables = other["tables"]
     tables["ebc.user"] = tables.pop("ebc.users")
     tables["ebc.days"]["shards"][0]["rank"] ^= 1
-    before, after = (t["ebc.days"]["shards"][0]["rank"] for t in (mixed["tables"], tables))
+    initial, final = (t["ebc.days"]["shards"][0]["rank"] for t in (mixed["tables"], tables))
     tables["ebc.films"]["sharding_type"] = "table_wise"
     tables["ebc.films"]["shards"] = [{"rank": 1, "offsets": [0, 0], "sizes": [37, 8]}]
     b = loaded({**other, "ranks_per_node": 1}, tmp_path)
-    found = differences(a, b, "a.json", "b.json")
-    on = sorted({shard["rank"] for shard in mixed["tables"]["ebc.films"]["shards"]})
-    ranks = ", ".join(map(str, on))
-    assert found == [
+    actual = differences(a, b, "a.json", "b.json")
+    ranks_by_table = sorted({shard["rank"] for shard in mixed["tables"]["ebc.films"]["shards"]})
+    ranks = ", ".join(map(str, ranks_by_table))
+    assert actual == [
         "a.json is for 2 ranks per node, b.json for 1 rank per node",
         "table 'ebc.users' is in a.json only; did you mean 'ebc.user'?",
         "table 'ebc.user' is in b.json only; did you mean 'ebc.users'?",
         "table 'ebc.films' is sharded column_wise in a.json, table_wise in b.json",
-        *([f"table 'ebc.films' is on ranks {ranks} in a.json, 1 in b.json"] if on != [1] else []),
-        f"table 'ebc.days' has rows 0-10 of columns 0-7 on rank {before} in a.json, {after} in b.json",
+        *([f"table 'ebc.films' is on ranks {ranks} in a.json, 1 in b.json"] if ranks_by_table != [1] else []),
+        f"table 'ebc.days' has rows 0-10 of columns 0-7 on rank {initial} in a.json, {final} in b.json",
     ]
 
 
-def fit(content: Any, folder: Path, tables: list[Table], **more: Any) -> ShardingPlan:
+def fit(content: Any, folder: Path, tables: list[Table], **extra: Any) -> ShardingPlan:
     """Return what the file with this content becomes for these tables on two ranks of one node."""
     usual = {
         "constraints": constraints_of(tables),
@@ -338,15 +340,15 @@ def fit(content: Any, folder: Path, tables: list[Table], **more: Any) -> Shardin
         "device": "cpu",
         "frozen": [],
     }
-    return plan_for_run(loaded(content, folder), "plan_file='it'", tables, **usual | more)
+    return plan_for_run(loaded(content, folder), "plan_file='it'", tables, **usual | extra)
 
 
 def test_a_file_of_another_module_is_reported_by_all_differences(tmp_path: Path) -> None:
     plan = make(tables_of(SIZES), NodeLayout.from_node_sizes(2), "table_wise")
     content = json.loads(plan_text(plan))
-    others = tables_of({"user": (60, 16), "films": (38, 8), "days": (11, 8)})
+    remaining = tables_of({"user": (60, 16), "films": (38, 8), "days": (11, 8)})
     with pytest.raises(PlanError) as raised:
-        fit(content, tmp_path, others, layout=NodeLayout.from_node_sizes(4))
+        fit(content, tmp_path, remaining, layout=NodeLayout.from_node_sizes(4))
     assert str(raised.value).splitlines() == [
         "plan_file='it' does not suit this run:",
         "  - it is for 2 ranks, and there are 4",
@@ -361,7 +363,7 @@ def test_a_file_of_another_module_is_reported_by_all_differences(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("sharding_type", "change", "options", "said"),
+    ("sharding_type", "change", "options", "message"),
     [
         ("row_wise", {}, {"types": ["table_wise"]}, r"is row_wise, and sharding_types=\['table_wise'\] does not"),
         ("data_parallel", {}, {}, "is data_parallel, so that the user's own optimizer must update it"),
@@ -387,17 +389,17 @@ def test_a_file_of_another_module_is_reported_by_all_differences(tmp_path: Path)
     ],
 )
 def test_a_place_that_a_table_cannot_have_in_this_run_is_reported(
-    tmp_path: Path, sharding_type: str, change: dict[str, Any], options: dict[str, Any], said: str
+    tmp_path: Path, sharding_type: str, change: dict[str, Any], options: dict[str, Any], message: str
 ) -> None:
     tables = tables_of({"users": (60, 16)})
     content = json.loads(plan_text(make(tables, NodeLayout.from_node_sizes(2), sharding_type)))
     content["tables"]["ebc.users"] |= change
-    given = dict(options)
-    layout = given.pop("layout", NodeLayout.from_node_sizes(2))
-    constraints = constraints_of(tables, *given.pop("types", []), **given)
-    with pytest.raises(PlanError, match=said):
+    inputs = dict(options)
+    layout = inputs.pop("layout", NodeLayout.from_node_sizes(2))
+    constraints = constraints_of(tables, *inputs.pop("types", []), **inputs)
+    with pytest.raises(PlanError, match=message):
         fit(content, tmp_path, tables, constraints=constraints, layout=layout)
-    if "compute_kernel" in change and not given:
+    if "compute_kernel" in change and not inputs:
         fit(content, tmp_path, tables, constraints=constraints, layout=layout, device="cuda")
 
 
@@ -422,9 +424,9 @@ def test_a_data_parallel_table_that_nothing_updates_is_on_the_rank_that_holds_le
     content["tables"]["ebc.days"] = json.loads(plan_text(make(tables, NodeLayout.from_node_sizes(2), "data_parallel")))[
         "tables"
     ]["ebc.days"]
-    found = fit(content, tmp_path, tables, frozen=["ebc.users", "ebc.days"])
-    assert found.tables["ebc.users"] == load_plan(tmp_path).tables["ebc.users"]
-    days = found.tables["ebc.days"]
+    actual = fit(content, tmp_path, tables, frozen=["ebc.users", "ebc.days"])
+    assert actual.tables["ebc.users"] == load_plan(tmp_path).tables["ebc.users"]
+    days = actual.tables["ebc.days"]
     assert (days.sharding_type, days.compute_kernel, [s.rank for s in days.shards]) == ("table_wise", "fused", [1])
 
 

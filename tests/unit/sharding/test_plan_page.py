@@ -186,7 +186,7 @@ def test_without_matplotlib_all_but_the_pictures_is_there(monkeypatch: pytest.Mo
 def test_a_page_that_cannot_be_finished_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "folder" / "plan.html"
     write_page(path, two_ranks(), {})
-    before = path.read_text()
+    initial = path.read_text()
 
     def full(path: Path, content: bytes) -> None:
         path.write_bytes(content[:10])
@@ -196,7 +196,7 @@ def test_a_page_that_cannot_be_finished_leaves_the_one_before(tmp_path: Path, mo
     with pytest.raises(OSError, match="no space left"):
         write_page(path, planned_at_random(4, NodeLayout.equal(2, 2), 1), {})
     assert [file.name for file in path.parent.iterdir()] == ["plan.html"]
-    assert path.read_text() == before
+    assert path.read_text() == initial
 
 
 def test_pictures_are_files_of_their_own(tmp_path: Path) -> None:
@@ -235,9 +235,9 @@ def test_many_ranks_are_a_falling_curve_whose_ends_are_the_most_and_the_least() 
     assert facts.cost is not None
     axes = report_pictures._draw_time(facts).axes[0]
     curve = axes.lines[0].get_ydata()
-    by_rank = facts.cost.milliseconds_by_rank
-    assert curve[0] == by_rank.max()
-    assert curve[-1] == by_rank.min()
+    per_rank = facts.cost.milliseconds_by_rank
+    assert curve[0] == per_rank.max()
+    assert curve[-1] == per_rank.min()
     assert (np.diff(curve) <= 0).all()
     assert axes.get_xlabel() == "all 256 ranks, sorted"
 
@@ -245,9 +245,9 @@ def test_many_ranks_are_a_falling_curve_whose_ends_are_the_most_and_the_least() 
 def test_the_matrix_shows_what_nodes_send_each_other() -> None:
     facts = planned_at_random(30, NodeLayout.equal(16, 4), seed=2)
     shown = report_pictures._draw_matrix(facts).axes[0].images[0].get_array()
-    wanted = facts.traffic.between_nodes()
+    expected = facts.traffic.between_nodes()
     away = ~np.eye(4, dtype=bool)
-    assert np.asarray(shown)[away] / wanted[away] == pytest.approx(np.full(12, float(shown[0, 1]) / wanted[0, 1]))
+    assert np.asarray(shown)[away] / expected[away] == pytest.approx(np.full(12, float(shown[0, 1]) / expected[0, 1]))
     assert np.ma.getmaskarray(shown).diagonal().all()
 
 
@@ -260,9 +260,9 @@ def test_every_shape_of_a_job_is_drawn(layout: NodeLayout) -> None:
     Read(page(facts, {}))
 
 
-@pytest.mark.parametrize(("number", "said"), [(0.01234, "0.0123 ms"), (3.25, "3.25 ms"), (12345.6, "12,346 ms")])
-def test_times_are_reported_with_their_unit(number: float, said: str) -> None:
-    assert milliseconds_in_words(number) == said
+@pytest.mark.parametrize(("number", "message"), [(0.01234, "0.0123 ms"), (3.25, "3.25 ms"), (12345.6, "12,346 ms")])
+def test_times_are_reported_with_their_unit(number: float, message: str) -> None:
+    assert milliseconds_in_words(number) == message
 
 
 def test_ranks_that_take_alike_are_reported_as_such() -> None:

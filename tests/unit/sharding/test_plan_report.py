@@ -45,12 +45,12 @@ def sharding(table: Table, kind: str, ranks: list[int]) -> ParameterSharding:
     return ParameterSharding(kind, "fused", ranks, EnumerableShardingSpec(shards))
 
 
-def plan_of(tables: list[Table], shardings: ShardingByTable, layout: NodeLayout, **more: Any) -> ShardingPlan:
+def plan_of(tables: list[Table], shardings: ShardingByTable, layout: NodeLayout, **extra: Any) -> ShardingPlan:
     """Return a plan whose updates keep 4 bytes for every element, and 2 for every row."""
     plan = ShardingPlan.from_torchrec(tables, shardings, layout, "cpu")
-    kept = {"update_reason": "why", "update_bytes_per_element": 4.0, "update_bytes_per_row": 2.0}
-    of_tables = {name: replace(table, **kept) for name, table in plan.tables.items()}
-    return replace(plan, tables=of_tables, memory_bytes=10**9, usable_bytes=10**9, **more)
+    retained = {"update_reason": "why", "update_bytes_per_element": 4.0, "update_bytes_per_row": 2.0}
+    tables_values = {name: replace(table, **retained) for name, table in plan.tables.items()}
+    return replace(plan, tables=tables_values, memory_bytes=10**9, usable_bytes=10**9, **extra)
 
 
 def printed(
@@ -158,20 +158,20 @@ def names_in(width: int, names: list[str]) -> list[str]:
     shardings = {table.full_name: sharding(table, "row_wise", [0, 1]) for table in tables}
     print_plan(plan_of(tables, shardings, NodeLayout((0, 0))), console=console)
     rows = [line.split("│") for line in console.file.getvalue().splitlines() if line.startswith("│")]  # type: ignore[attr-defined]
-    found: list[str] = []
+    actual: list[str] = []
     for row in rows:
         if row[2].strip():  # the first line of a table
-            found.append("")
-        found[-1] += row[1].strip()
-    return found
+            actual.append("")
+        actual[-1] += row[1].strip()
+    return actual
 
 
 @pytest.mark.parametrize("width", [150, 100, 80, 60])
 def test_names_are_shortened_at_the_left_and_stay_different(width: int) -> None:
     names = ["t_gender", "t_genres", "t_zip_code_of_the_user"]
-    found = names_in(width, names)
-    assert len(set(found)) == 3
-    for name, shown in zip(names, found, strict=True):
+    actual = names_in(width, names)
+    assert len(set(actual)) == 3
+    for name, shown in zip(names, actual, strict=True):
         full = f"embedding_bag_collection.{name}"
         assert shown == full or (shown.startswith("…") and full.endswith(shown[1:]) and len(shown) >= 9)
     far = ["user_of_one_kind/embedding_of_ids", "item_of_one_kind/embedding_of_ids"]

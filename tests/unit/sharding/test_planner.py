@@ -48,14 +48,14 @@ def test_options_have_the_shards_and_lookups_of_torchrecs_enumerator(device: str
     tree.ebc = tables.tables[0].module
     with silence_torchrec():
         enumerator = EmbeddingEnumerator(tables.topology, tables.batch_size, constraints)
-        theirs = enumerator.enumerate(tree, sharders())
+        stock = enumerator.enumerate(tree, sharders())
     expected = {
         (o.name, o.sharding_type, o.compute_kernel): [
             (tuple(s.size), tuple(s.offset), _lookups(s.perf), s.storage.hbm, s.storage.ddr) for s in o.shards
         ]
-        for o in theirs
+        for o in stock
     }
-    ours = {}
+    distrec = {}
     for table, options in zip(
         tables.tables,
         estimated_options(tables.tables, tables.constraints, tables.topology, tables.batch_size),
@@ -64,14 +64,14 @@ def test_options_have_the_shards_and_lookups_of_torchrecs_enumerator(device: str
         for c in options:
             hbm, ddr = (c.device_bytes, c.host_bytes) if device == "cuda" else (c.host_bytes, c.device_bytes)
             updates = c.milliseconds_by_part[c.size_numbers, TIME_PARTS.index("update")]
-            ours[table.name, c.sharding_type, c.kernel] = [
+            distrec[table.name, c.sharding_type, c.kernel] = [
                 (size, offset, pytest.approx(time, rel=1e-9), on_device, on_host)
                 for size, offset, time, on_device, on_host in zip(
                     c.sizes, c.offsets, c.compute - updates, hbm, ddr, strict=True
                 )
             ]
     assert len(expected) >= 6
-    assert ours == expected
+    assert distrec == expected
 
 
 def _lookups(perf: Perf) -> float:
@@ -82,7 +82,7 @@ def test_a_cpu_looks_up_narrow_rows_in_the_time_of_their_bytes() -> None:
     whole = {i: TableOptions(sharding_types=["table_wise"], pooling_factor=60.0) for i in range(3)}
     tables = table_set([(20_000, 16), (20_000, 32), (20_000, 128)], 2, 2, 1.0, device="cpu", options=whole)
     options = estimated_options(tables.tables, tables.constraints, tables.topology, tables.batch_size)
-    narrow, wider, wide = (of[0].milliseconds_by_part[0, TIME_PARTS.index("forward compute")] for of in options)
+    narrow, wider, wide = (entry[0].milliseconds_by_part[0, TIME_PARTS.index("forward compute")] for entry in options)
     assert narrow == pytest.approx(wider / 2, rel=0.15)
     assert narrow == pytest.approx(wide / 8, rel=0.15)
 
@@ -92,8 +92,8 @@ def test_exchanges_take_the_time_of_the_bytes_that_leave_a_rank_or_a_node(num_ra
     several = num_ranks > on_node
     kinds = [kind for kind in SHARDING_TYPES if kind != "data_parallel"]
     for kind in kinds if several else ("table_wise", "column_wise", "row_wise"):
-        one = {0: TableOptions(sharding_types=[kind], pooling_factor=3.0, min_partition=64)}
-        tables = table_set([(12_000, 256)], num_ranks, on_node, 1.0, options=one)
+        first = {0: TableOptions(sharding_types=[kind], pooling_factor=3.0, min_partition=64)}
+        tables = table_set([(12_000, 256)], num_ranks, on_node, 1.0, options=first)
         made = planned(tables)
         bandwidths = tables.topology.comms_bandwidths
         link = bandwidths.inter_host_bw * on_node if several else bandwidths.intra_host_bw
@@ -131,10 +131,10 @@ def test_a_plan_keeps_to_the_memory_and_costs_what_its_shards_cost(kind: str) ->
     cost = made.cost
     assert (cost.device_bytes <= cost.device_bytes_usable).all()
     assert (cost.host_bytes <= cost.host_bytes_usable).all()
-    again = estimate_plan(made, tables.tables, tables.constraints, tables.topology, tables.batch_size).cost
-    np.testing.assert_allclose(again.milliseconds, cost.milliseconds)
-    np.testing.assert_array_equal(again.device_bytes, cost.device_bytes)
-    np.testing.assert_array_equal(again.host_bytes, cost.host_bytes)
+    repeated = estimate_plan(made, tables.tables, tables.constraints, tables.topology, tables.batch_size).cost
+    np.testing.assert_allclose(repeated.milliseconds, cost.milliseconds)
+    np.testing.assert_array_equal(repeated.device_bytes, cost.device_bytes)
+    np.testing.assert_array_equal(repeated.host_bytes, cost.host_bytes)
 
 
 def test_row_and_column_blocks_cover_every_table_once() -> None:
@@ -154,7 +154,7 @@ def test_equal_input_gives_the_same_plan_in_processes_that_hash_otherwise() -> N
         "from tests.unit.sharding.test_planner import places, planned\n"
         "print(places(planned(draw_tables('zipf', 6, 4, 2, 12, 5))))\n"
     )
-    said = [
+    message = [
         subprocess.run(
             [sys.executable, "-c", program],
             env=os.environ | {"PYTHONHASHSEED": str(seed)},
@@ -165,16 +165,16 @@ def test_equal_input_gives_the_same_plan_in_processes_that_hash_otherwise() -> N
         ).stdout
         for seed in (1, 2)
     ]
-    assert said[0] == said[1]
-    assert "table_wise" in said[0] or "row_wise" in said[0]
+    assert message[0] == message[1]
+    assert "table_wise" in message[0] or "row_wise" in message[0]
 
 
 def test_what_the_update_keeps_counts_as_memory() -> None:
     sizes = [(1_000_000, 64)] * 2  # 256 MB of rows each
     tables = table_set(sizes, 2, 2, 1.02, device="cpu")
     assert sorted(ranks for _, _, ranks in places(planned(tables)).values()) == [[0], [1]]
-    kept = {"sharding_types": ("table_wise",), "bytes_per_element": 12.0}
-    heavy = {name: replace(of_table, **kept) for name, of_table in tables.constraints.items()}
+    retained = {"sharding_types": ("table_wise",), "bytes_per_element": 12.0}
+    heavy = {name: replace(table_values, **retained) for name, table_values in tables.constraints.items()}
     with pytest.raises(PlanError, match=r"table 'ebc.t0' fits on no rank: even table_wise \(fused\) a rank needs"):
         make_plan(tables.tables, heavy, tables.topology, tables.batch_size)
 
@@ -184,12 +184,12 @@ def test_a_table_that_fits_nowhere_is_named_with_the_bytes_that_are_missing() ->
     tables = table_set([(1000, 64), (1_000_000, 64)], 2, 2, 0.2, device="cpu", options=only_whole)
     with pytest.raises(PlanError) as error:
         planned(tables)
-    said = re.search(
+    message = re.search(
         r"table 'ebc.t1' fits on no rank: .* needs ([\d.]+) MiB .* has ([\d.]+) MiB: ([\d.]+) MiB too few",
         str(error.value),
     )
-    assert said is not None
-    needs, has, missing = map(float, said.groups())
+    assert message is not None
+    needs, has, missing = map(float, message.groups())
     assert needs >= 244.1
     assert has == 190.7
     assert missing == pytest.approx(needs - has, abs=0.11)
@@ -238,10 +238,10 @@ def test_plans_fit_and_proofs_that_none_exists_are_right(data: st.DataObject) ->
 
 def _fits_somehow(options: list, budget: MemoryBudget) -> bool:  # type: ignore[type-arg]
     ways = []
-    for of_table in options:
+    for table_values in options:
         ways.append([
             (option, ranks)
-            for option in of_table
+            for option in table_values
             for ranks in {
                 "table_wise": [[rank] for rank in range(budget.num_ranks)],
                 "row_wise": [list(range(budget.num_ranks))],

@@ -36,7 +36,7 @@ class Batch:
 
 def keyed(**lengths: list[int]) -> KeyedJaggedTensor:
     """Return features with bags of these lengths."""
-    flat = torch.tensor([length for of_key in lengths.values() for length in of_key])
+    flat = torch.tensor([length for key_values in lengths.values() for length in key_values])
     return KeyedJaggedTensor(keys=list(lengths), values=torch.arange(int(flat.sum())), lengths=flat)
 
 
@@ -65,8 +65,8 @@ def test_jagged_tensors_count_under_their_names_and_features_of_unequal_batch_si
         lengths=torch.tensor([1, 2, 3]),
         stride_per_key_per_rank=[[2], [1]],
     )
-    found = counted({"d": jagged}, unequal).features
-    assert found == {"d": IdCount(7, 2, 7), "a": IdCount(3, 2, 3), "b": IdCount(3, 1, 3)}
+    actual = counted({"d": jagged}, unequal).features
+    assert actual == {"d": IdCount(7, 2, 7), "a": IdCount(3, 2, 3), "b": IdCount(3, 1, 3)}
 
 
 def test_a_table_gets_a_factor_for_each_feature_over_all_batches_of_all_ranks() -> None:
@@ -176,40 +176,40 @@ def all_seeded() -> None:
 @pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
 def test_a_loader_gives_what_it_would_have_given_without_the_look(make: Any) -> None:
     all_seeded()
-    wanted = [list(loader) for loader in [make()] for _ in range(2)]
+    expected = [list(loader) for loader in [make()] for _ in range(2)]
     all_seeded()
     loader = make()
     with unchanged(include_cuda=False):
         looked_at = list(first_batches(loader, 2))
-    found = [list(loader) for _ in range(2)]
+    actual = [list(loader) for _ in range(2)]
     assert len(looked_at) == 2
-    assert looked_at[0].shape == wanted[0][0].shape
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    assert looked_at[0].shape == expected[0][0].shape
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 def test_a_look_that_is_broken_off_leaves_no_trace_either() -> None:
     dataset = DrawsSamples()
-    before = (dataset.numpy.bit_generator.state, dataset.inner["python"].getstate())
+    initial = (dataset.numpy.bit_generator.state, dataset.inner["python"].getstate())
     batches = first_batches(DataLoader(dataset, 4), 3)  # type: ignore[arg-type]
     next(batches)
-    assert dataset.numpy.bit_generator.state != before[0]
+    assert dataset.numpy.bit_generator.state != initial[0]
     batches.close()
-    assert (dataset.numpy.bit_generator.state, dataset.inner["python"].getstate()) == before
+    assert (dataset.numpy.bit_generator.state, dataset.inner["python"].getstate()) == initial
 
 
 def test_the_first_batches_are_those_that_training_gets_where_nothing_is_drawn() -> None:
     loader = DataLoader(torch.arange(10).float(), 4)  # type: ignore[arg-type]
     batches = list(loader)
-    for count, wanted in ((2, batches[:2]), (9, batches), (0, [])):
-        torch.testing.assert_close(list(first_batches(loader, count)), wanted)
+    for count, expected in ((2, batches[:2]), (9, batches), (0, [])):
+        torch.testing.assert_close(list(first_batches(loader, count)), expected)
 
 
 def test_random_numbers_are_put_back_when_looking_fails() -> None:
     all_seeded()
-    before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+    initial = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
     with pytest.raises(ZeroDivisionError), unchanged(include_cuda=False):
         print(random.random(), np.random.rand(), torch.rand(1), 1 / 0)
-    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == initial
 
 
 class Stream(IterableDataset):

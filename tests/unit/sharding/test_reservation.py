@@ -12,15 +12,15 @@ from lightning_distrec.sharding.planning.topology import (
 
 
 def test_without_a_word_it_is_15_percent_as_it_was() -> None:
-    kept = reservation_of(None, {})
-    assert kept == DEFAULT
-    assert [memory - kept.bytes_of(memory) for memory in (1000, 11_000, 85_899_345_920)] == [
+    retained = reservation_of(None, {})
+    assert retained == DEFAULT
+    assert [memory - retained.bytes_of(memory) for memory in (1000, 11_000, 85_899_345_920)] == [
         int(memory * (1 - 0.15)) for memory in (1000, 11_000, 85_899_345_920)
     ]
 
 
 @pytest.mark.parametrize(
-    ("given", "environment", "kept_of_1000", "words", "origin"),
+    ("inputs", "environment", "kept_of_1000", "words", "origin"),
     [
         ("20%", {}, 200, "20%", "argument"),
         (" 12.5 % ", {}, 125, "12.5%", "argument"),
@@ -33,14 +33,14 @@ def test_without_a_word_it_is_15_percent_as_it_was() -> None:
     ],
 )
 def test_the_argument_counts_then_the_environment(
-    given: str | None, environment: dict[str, str], kept_of_1000: int, words: str, origin: str
+    inputs: str | None, environment: dict[str, str], kept_of_1000: int, words: str, origin: str
 ) -> None:
-    kept = reservation_of(given, environment)
-    assert (kept.bytes_of(1000), kept.in_words, kept.origin) == (kept_of_1000, words, origin)
+    retained = reservation_of(inputs, environment)
+    assert (retained.bytes_of(1000), retained.in_words, retained.origin) == (kept_of_1000, words, origin)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("inputs", "message"),
     [
         ("0%", "planning.reserve='0%': a percentage above 0 and below 100 is needed"),
         ("-5%", "planning.reserve='-5%': a percentage above 0"),
@@ -53,9 +53,9 @@ def test_the_argument_counts_then_the_environment(
         ("mesure", "planning.reserve='mesure' is no size. Write a percentage"),
     ],
 )
-def test_what_cannot_be_is_refused(given: object, message: str) -> None:
+def test_what_cannot_be_is_refused(inputs: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        PlanningOptions(reserve=given)  # type: ignore[arg-type]
+        PlanningOptions(reserve=inputs)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", ["-1", "100", "many", "nan", "15%"])

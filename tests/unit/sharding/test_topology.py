@@ -26,22 +26,22 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 ROWS, DIM, BATCH = 1000, 16, 512
 
 
-def bandwidths(**given: str) -> AssumedBandwidths:
-    return bandwidth_request(dict(given), {}).with_measured({})
+def bandwidths(**inputs: str) -> AssumedBandwidths:
+    return bandwidth_request(dict(inputs), {}).with_measured({})
 
 
-def topology(places: NodeLayout, device: torch.device = CPU, memory: tuple[int, ...] = (), **given: str) -> Topology:
+def topology(places: NodeLayout, device: torch.device = CPU, memory: tuple[int, ...] = (), **inputs: str) -> Topology:
     memory = memory or (10**9,) * places.num_ranks
     host = (10**10 if device.type == "cuda" else 0,) * places.num_ranks
-    return make_topology(device, places, RankMemory(device_bytes=memory, host_bytes=host), bandwidths(**given))
+    return make_topology(device, places, RankMemory(device_bytes=memory, host_bytes=host), bandwidths(**inputs))
 
 
 def options(described: Topology, cut: str) -> ShardingOption:
     """Return torchrec's estimate of one table that is cut in this way."""
     table = EmbeddingBagConfig(name="t", embedding_dim=DIM, num_embeddings=ROWS, feature_names=["f"])
     root = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=[table])})
-    found = EmbeddingEnumerator(described, batch_size=BATCH).enumerate(root, sharders())
-    return next(o for o in found if o.sharding_type == cut and o.compute_kernel == "fused")
+    actual = EmbeddingEnumerator(described, batch_size=BATCH).enumerate(root, sharders())
+    return next(o for o in actual if o.sharding_type == cut and o.compute_kernel == "fused")
 
 
 def test_nodes_are_distinguished_by_their_numbers() -> None:
@@ -85,8 +85,8 @@ def test_torchrec_counts_bytes_per_millisecond() -> None:
 def test_a_bandwidth_twice_as_high_halves_what_it_is_for(device: torch.device, bandwidth: str, part: str) -> None:
     places = NodeLayout.from_node_sizes(1, 1)
     times = [
-        getattr(options(topology(places, device, **{bandwidth: given}), "table_wise").shards[0].perf, part)
-        for given in ("1GB/s", "2GB/s")
+        getattr(options(topology(places, device, **{bandwidth: inputs}), "table_wise").shards[0].perf, part)
+        for inputs in ("1GB/s", "2GB/s")
     ]
     assert times[0] == pytest.approx(2 * times[1])
 

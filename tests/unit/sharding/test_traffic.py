@@ -50,8 +50,8 @@ def test_weights_travel_with_ids() -> None:
 def test_ids_of_a_table_cut_by_rows_follow_the_sizes_of_the_blocks() -> None:
     traffic = one("row_wise", NodeLayout.equal(3, 3), num_rows=10)  # blocks of 4, 4 and 2 rows
     lengths, ids = 2 * BATCH * 4, (2 + 3) * BATCH * 4
-    to = [SIZES + lengths + ids * share for share in (0.4, 0.4, 0.2)]
-    assert traffic.sent(IDS) == pytest.approx([to[1] + to[2], to[0] + to[2], to[0] + to[1]])
+    target = [SIZES + lengths + ids * share for share in (0.4, 0.4, 0.2)]
+    assert traffic.sent(IDS) == pytest.approx([target[1] + target[2], target[0] + target[2], target[0] + target[1]])
     assert traffic.sent(ROWS).tolist() == [2 * 2 * BATCH * 8 * 4] * 3
 
 
@@ -76,8 +76,8 @@ def test_frozen_tables_send_no_gradients_unless_one_beside_them_learns() -> None
         planned(sharding_type="table_wise", layout=layout, ranks=[0], update=u) for u in ("frozen", "fused")
     )
     assert not estimate_traffic([frozen], layout, BATCH).sent(ROW_GRADIENTS).any()
-    both = estimate_traffic([frozen, learns], layout, BATCH)
-    assert both.sent(ROW_GRADIENTS).tolist() == both.sent(ROWS)[::-1].tolist()
+    pair = estimate_traffic([frozen, learns], layout, BATCH)
+    assert pair.sent(ROW_GRADIENTS).tolist() == pair.sent(ROWS)[::-1].tolist()
 
 
 def test_rounded_rows_and_gradients_are_half_as_many_bytes() -> None:
@@ -106,11 +106,11 @@ def test_sums_over_ranks_and_nodes_are_those_of_the_whole_matrix(layout: NodeLay
     traffic = planned_at_random(40, layout, seed=3).traffic
     matrix = traffic.matrix(kind)
     node = np.arange(layout.num_ranks) // layout.ranks_on_node
-    same = node[:, None] == node[None, :]
+    is_equal = node[:, None] == node[None, :]
     assert not matrix.diagonal().any()
     assert traffic.sent(kind) == pytest.approx(matrix.sum(1))
-    assert traffic.within_node(kind) == pytest.approx((matrix * same).sum(1))
-    assert traffic.across_nodes(kind) == pytest.approx((matrix * ~same).sum(1))
+    assert traffic.within_node(kind) == pytest.approx((matrix * is_equal).sum(1))
+    assert traffic.across_nodes(kind) == pytest.approx((matrix * ~is_equal).sum(1))
     blocks = matrix.reshape(layout.num_nodes, layout.ranks_on_node, layout.num_nodes, layout.ranks_on_node)
     assert traffic.between_nodes(kind) == pytest.approx(blocks.sum((1, 3)))
 
@@ -120,9 +120,9 @@ def test_sums_over_ranks_and_nodes_are_those_of_the_whole_matrix(layout: NodeLay
 def test_sums_of_unlike_nodes_are_those_of_the_whole_matrix(sharding_type: str, layout: NodeLayout) -> None:
     traffic = one(sharding_type, layout, **({"ranks": [1]} if sharding_type == "table_wise" else {}))
     matrix, node = traffic.matrix(), np.asarray(layout.node_of_rank)
-    same = node[:, None] == node[None, :]
-    assert traffic.within_node() == pytest.approx((matrix * same).sum(1))
-    assert traffic.across_nodes() == pytest.approx((matrix * ~same).sum(1))
+    is_equal = node[:, None] == node[None, :]
+    assert traffic.within_node() == pytest.approx((matrix * is_equal).sum(1))
+    assert traffic.across_nodes() == pytest.approx((matrix * ~is_equal).sum(1))
     assert traffic.across_nodes().any()
     for a in range(layout.num_nodes):
         for b in range(layout.num_nodes):

@@ -70,12 +70,12 @@ def test_the_rank_with_the_dense_table_gets_the_fewest_others() -> None:
 
 
 def test_the_start_table_says_when_updates_outweigh_lookups_and_what_would_change_it() -> None:
-    one = {0: TableOptions(sharding_types=["table_wise"], pooling_factor=1.0)}
-    tables = table_set([(10_000_000, 64)], 2, 2, 40.0, options=one)
+    first = {0: TableOptions(sharding_types=["table_wise"], pooling_factor=1.0)}
+    tables = table_set([(10_000_000, 64)], 2, 2, 40.0, options=first)
     text = printed(planned(with_update(tables, "dense", "Adam", ADAM)))
     assert "Updates outweigh lookups: dense Adam moves all rows of 'ebc.t0' in each step, " in text
     assert "table_optimizer Adagrad or, not with the same numbers, embedding_update fused_lazy would move those" in text
-    on_cpu = table_set([(10_000_000, 64)], 2, 2, 40.0, options=one, device="cpu")
+    on_cpu = table_set([(10_000_000, 64)], 2, 2, 40.0, options=first, device="cpu")
     assert "fused_lazy" not in printed(planned(with_update(on_cpu, "dense", "Adam", ADAM)))
     assert "outweigh" not in printed(planned(with_update(tables, "fused", "SGD", 0.0)))
 
