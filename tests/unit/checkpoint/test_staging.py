@@ -98,7 +98,7 @@ def test_copies_of_shards_are_equal_and_share_no_memory(on_gpu: bool, monkeypatc
     if on_gpu:
         with emulated_streams() as streams:
             triples = copied()
-        assert streams.found.hazards == []
+        assert streams.reports.hazards == []
     else:
         triples = copied()
     for source, actual, expected in triples:

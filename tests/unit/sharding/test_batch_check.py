@@ -51,4 +51,4 @@ def test_the_host_waits_once() -> None:
     check_batch("it", features(0, 9, 5, 10, 99, 50), None, LIMITS)
     with emulated_streams() as streams, patch.object(gpu, "is_on_gpu", lambda tensor: True):
         check_batch("it", batch, None, LIMITS)
-    assert len(streams.found.waits) == 1
+    assert len(streams.reports.waits) == 1

@@ -60,7 +60,7 @@ def gradients(features: list[int], streams: EmulatedStreams | None = None) -> li
     actual = kernel(indices=ids, offsets=offsets)
     factors = torch.randn(actual.shape, generator=torch.Generator().manual_seed(3))
     if streams is not None:
-        streams.found.waits.clear()
+        streams.reports.waits.clear()
     (actual * factors).sum().backward()
     return [shard.weight.grad for shard in shards]
 
@@ -68,7 +68,7 @@ def gradients(features: list[int], streams: EmulatedStreams | None = None) -> li
 def test_sums_are_those_of_an_embedding_in_double_precision_and_the_host_does_not_wait() -> None:
     with emulated_streams() as streams:
         actual = gradients(FEATURES, streams)
-        waits, hazards = list(streams.found.waits), list(streams.found.hazards)
+        waits, hazards = list(streams.reports.waits), list(streams.reports.hazards)
     assert waits == []
     assert hazards == []
     on_cpu = gradients(FEATURES)
@@ -92,7 +92,7 @@ def test_features_that_are_not_in_the_order_of_their_tables_are_summed_by_torch(
     features = [2, 0, 1]
     with emulated_streams() as streams:
         actual = gradients(features, streams)
-        assert {description.partition(".")[0] for _, description, _ in streams.found.waits} == {"_coalesce"}
+        assert {description.partition(".")[0] for _, description, _ in streams.reports.waits} == {"_coalesce"}
     for first, other in zip(actual, gradients(features), strict=True):
         assert torch.equal(first.to_dense(), other.to_dense())
 
@@ -105,9 +105,9 @@ def test_tables_that_no_loss_has_used_get_no_gradient_for_one_wait(used: set[str
             shard.used = used
         ids, offsets = (item.to(CPU) for item in ids_of(FEATURES))
         actual = kernel(indices=ids, offsets=offsets)
-        streams.found.waits.clear()
+        streams.reports.waits.clear()
         actual[:, :8].sum().backward()
-        waits = [description for _, description, _ in streams.found.waits]
+        waits = [description for _, description, _ in streams.reports.waits]
     assert waits == ["tolist"] * (used == {"a"})
     assert [shard.weight.grad is None for shard in shards] == [shard.table not in used for shard in shards]
 

@@ -73,5 +73,5 @@ def test_the_host_waits_for_large_buffers_only_once_for_a_block() -> None:
         checkpoint_activations([block])
         with emulated_streams() as streams:
             block(torch.randn(5, 6).to(torch.device("cpu"), non_blocking=True) + 1).sum().backward()
-            waits[numel] = [call_name for _, call_name, _ in streams.found.waits if call_name != "to(device)"]
+            waits[numel] = [call_name for _, call_name, _ in streams.reports.waits if call_name != "to(device)"]
     assert waits == {6: [], 2**18 + 1: ["tolist"]}
