@@ -34,7 +34,7 @@ Results = Mapping[tuple[int, int], Measured]
 def over_best(measured: Measured, planner: str) -> float:
     """Return the step time of a planner's plan over that of the best plan."""
     best = min(tried.milliseconds for tried in measured.plans.values())
-    return measured.plans[measured.same[planner]].milliseconds / best
+    return measured.plans[measured.equal_plans[planner]].milliseconds / best
 
 
 def rank_correlation(first: Sequence[float], other: Sequence[float]) -> float:
@@ -88,10 +88,10 @@ def _line(num_ranks: int, mbit_per_second: int, measured: Measured) -> list[str]
 
 def cuts_csv(results: Results) -> str:
     """Return a CSV: step times of the best plan, as estimated, of each sharding type, with our plan's and the best."""
-    cuts = list(dict.fromkeys(name for m in results.values() for name in m.same if name.startswith("all ")))
+    cuts = list(dict.fromkeys(name for m in results.values() for name in m.equal_plans if name.startswith("all ")))
     rows = []
     for (num_ranks, rate), measured in results.items():
-        times = {name: measured.plans[is_equal].milliseconds for name, is_equal in measured.same.items()}
+        times = {name: measured.plans[is_equal].milliseconds for name, is_equal in measured.equal_plans.items()}
         cells = [f"{times[cut]:.1f}" if cut in times else NONE for cut in cuts]
         rows.append([f"{rate} Mbit/s, {num_ranks} ranks", f"{times[OURS]:.1f}", *cells, believed(measured)])
     lines = [["ms per step", "ours", *cuts, "measured cross_node"], *rows]

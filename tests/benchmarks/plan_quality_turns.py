@@ -72,7 +72,7 @@ class Measured:
     """What was measured on some ranks."""
 
     plans: dict[str, Tried]
-    is_equal: dict[str, str]
+    equal_plans: dict[str, str]
     """Planner -> the plan that it chose, under the name under which it was timed."""
     size: int
     """Number of plans that there are."""

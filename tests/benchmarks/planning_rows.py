@@ -17,7 +17,7 @@ def summary(measured: Measured) -> list[Row]:
     rows = []
     for timed, outcome in measured.timed.items():
         name = f"{timed.job.num_tables:,} tables on {timed.job.num_ranks:,} ranks: seconds to plan"
-        seen = None if isinstance(outcome.ours, str) else outcome.ours.seconds
+        seen = None if isinstance(outcome.distrec, str) else outcome.distrec.seconds
         rows.append(Row(name, seen, timed.aim_seconds))
     ratios = [outcome.ratio for outcome in measured.compared if outcome.ratio is not None]
     gaps = [outcome.gap for outcome in measured.compared if outcome.gap is not None]
@@ -35,7 +35,7 @@ def times_table(outcomes: Mapping[Timed, Outcome]) -> str:
     """Return seconds and memory of the timed jobs, both planners side by side."""
     rows = []
     for outcome in outcomes.values():
-        distrec, default, job = outcome.ours, outcome.default, outcome.job
+        distrec, default, job = outcome.distrec, outcome.default, outcome.job
         rows.append([
             f"{job.kind}, {job.num_tables:,} x {job.num_ranks:,}",
             _seconds(distrec),
@@ -57,11 +57,11 @@ def compared_csv(measured: Measured) -> str:
             job.kind,
             f"{job.num_tables} x {job.num_ranks}",
             f"{job.memory_gb:g}",
-            _milliseconds(outcome.ours),
+            _milliseconds(outcome.distrec),
             _milliseconds(outcome.default),
             _number(outcome.ratio),
             _number(outcome.gap),
-            _seconds(outcome.ours),
+            _seconds(outcome.distrec),
             _seconds(outcome.default),
         ])
     header = ["set", "tables x ranks", "GB per rank", "ours (ms)", "default's (ms)"]
@@ -72,7 +72,7 @@ def compared_csv(measured: Measured) -> str:
 def failures(measured: Measured) -> list[str]:
     """Return what our planner came to no plan for, and why."""
     outcomes: list[Outcome] = [*measured.timed.values(), *measured.problems.values(), *measured.compared]
-    return [f"{outcome.job}: {outcome.ours}" for outcome in outcomes if isinstance(outcome.ours, str)]
+    return [f"{outcome.job}: {outcome.distrec}" for outcome in outcomes if isinstance(outcome.distrec, str)]
 
 
 def _seconds(actual: Planned | str) -> str:

@@ -77,7 +77,7 @@ def measure(
 def _said(outcome: Outcome) -> str:
     distrec, default = (
         first if isinstance(first, str) else f"{first.seconds:.1f} s, {first.critical_path:.3f} ms"
-        for first in (outcome.ours, outcome.default)
+        for first in (outcome.distrec, outcome.default)
     )
     ratio = "" if outcome.ratio is None else f"; ratio {outcome.ratio:.4f}"
     return f"{outcome.job}: ours {distrec}; default {default}{ratio}"

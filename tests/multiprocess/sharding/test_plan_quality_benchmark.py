@@ -27,13 +27,13 @@ def test_every_plan_takes_its_turns_and_planners_plans_are_among_them(tmp_path: 
     actual: Measured = run_on_ranks(measure, 2, str(tmp_path))[0]
     assert len(actual.plans) == JOB.num_plans
     assert all([len(steps) for steps in tried.rounds] == [JOB.turn.counted] for tried in actual.plans.values())
-    assert set(PLANNERS) <= set(actual.same)
-    assert set(actual.same.values()) <= set(actual.plans)
+    assert set(PLANNERS) <= set(actual.equal_plans)
+    assert set(actual.equal_plans.values()) <= set(actual.plans)
     assert actual.bandwidths.intra_node.origin.startswith("measured")
     # What a fit planned by itself is what the planner says of the same tables outside of any fit.
     space = Space(JOB.places)
-    torchrecs = actual.plans[actual.same[TORCHRECS_DEFAULT]]
-    distrec = actual.plans[actual.same[OURS_DEFAULT]]
+    torchrecs = actual.plans[actual.equal_plans[TORCHRECS_DEFAULT]]
+    distrec = actual.plans[actual.equal_plans[OURS_DEFAULT]]
     assert space.key(torchrecs.plan) == space.key(space.torchrecs(default_bandwidths()))
     assert distrec.estimate_default <= torchrecs.estimate_default * (1 + 1e-9)
     assert distrec.estimate_default == space.estimate(distrec.plan, default_bandwidths())

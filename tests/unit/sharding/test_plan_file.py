@@ -382,7 +382,7 @@ def test_a_file_of_another_module_is_reported_by_all_differences(tmp_path: Path)
         (
             "row_wise",
             {"compute_kernel": "fused_uvm"},
-            {"kept": True},
+            {"retained": True},
             "the kernel fused_uvm, with which the user's own",
         ),
         ("row_wise", {"compute_kernel": "fused_uvm_caching"}, {}, "and the ranks have no GPU; use fused"),
