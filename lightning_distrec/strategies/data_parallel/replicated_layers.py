@@ -29,19 +29,13 @@ class ReplicatedLayers:
     """In the place of a FullyShardedModule: nothing is to be done around layers that DDP averages."""
 
     def step(self) -> AbstractContextManager[None]:
-        """Do nothing around a step."""
+        """Do nothing around a step, its backward, and backwards whose gradients accumulate."""
         return _NO_CONTEXT
 
-    def backward(self) -> AbstractContextManager[None]:
-        """Do nothing around backward."""
-        return _NO_CONTEXT
+    backward = no_sync = step
 
     def optimizer_step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Do nothing around an optimizer's step."""
-        return _NO_CONTEXT
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Do nothing where gradients accumulate."""
         return _NO_CONTEXT
 
 

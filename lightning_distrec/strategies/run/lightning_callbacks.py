@@ -26,7 +26,13 @@ def adapt_callbacks(
     """Let averages be kept shard by shard, and summaries count full tables; called after sharding."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
-            _average_shards(callback, module, full_state, tables is not None)
+            copies = WeightCopies(module, full_state, tables is not None)
+            # Callback.setup has made it from the unsharded module.
+            average = average_model(callback)
+            if isinstance(average, AveragedModel):
+                average.module = copies
+            else:
+                set_average_model(callback, copies)
         elif isinstance(callback, ModelSummary) and tables is not None:
             _count_full_tables(callback, tables)
 
@@ -107,19 +113,6 @@ class WeightCopies(nn.Module):
 
 def _nothing() -> None:
     """Write no cache back: there are no tables."""
-
-
-def _average_shards(
-    callback: WeightAveraging | StochasticWeightAveraging,
-    module: LightningModule,
-    full_state: FullState,
-    has_tables: bool,
-) -> None:
-    average = average_model(callback)  # made from the unsharded module, in Callback.setup
-    if isinstance(average, AveragedModel):
-        average.module = WeightCopies(module, full_state, has_tables)
-    else:
-        set_average_model(callback, WeightCopies(module, full_state, has_tables))
 
 
 def _count_full_tables(callback: ModelSummary, tables: "ShardedTables") -> None:

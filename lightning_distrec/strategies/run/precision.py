@@ -151,7 +151,7 @@ def clip_over_all_ranks(
 
     def clip_norm(optimizer: Any, clip_val: float) -> None:
         parameters = parameters_to_clip(optimizer, clip_val)
-        # Read at each step: tables that unfreeze while training have shards from then on.
+        # None: no rank has parameters of its own, so that no all-reduce is made for them.
         sharded = None if shards is None else {id(shard) for shard in shards()}
         clip_by_norm(parameters, sharded, float(clip_val), num_replicas)
 

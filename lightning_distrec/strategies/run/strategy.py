@@ -292,7 +292,8 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
             self._run.stopping.note_failure(exception)
             if isinstance(exception, SystemExit) and exception.code is None:  # Lightning's, out of an evaluation
                 exception.code, exception.args = STOPPED, (STOPPED,)
-        name_unused_option(exception, type(self).__name__)
+        strategy = type(self).__name__
+        exception.args = tuple(_name_option(arg, strategy) if isinstance(arg, str) else arg for arg in exception.args)
         super().on_exception(exception)
 
     @property
@@ -339,15 +340,9 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         self.optimizers, self.lr_scheduler_configs = [], []
 
 
-def name_unused_option(exception: BaseException, strategy: str) -> None:
-    """Let DDP's error about parameters without a gradient name the option of `strategy`; other errors stay.
-
-    Lightning would name its own DDPStrategy, which shards nothing.
-    """
-    exception.args = tuple(_reworded(text, strategy) if isinstance(text, str) else text for text in exception.args)
-
-
-def _reworded(text: str, strategy: str) -> str:
+def _name_option(text: str, strategy: str) -> str:
+    """Return DDP's error about parameters without a gradient with the option of `strategy`; other errors stay."""
+    # Lightning would name its own DDPStrategy, which shards nothing.
     if "Expected to have finished reduction in the prior iteration" not in text:
         return text
     indices = re.search(r"Parameter indices which did not receive grad for rank \d+: [\d ]+", text)

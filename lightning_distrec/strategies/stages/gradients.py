@@ -52,32 +52,22 @@ class GradientsAside:
             parameter.grad = gradient
 
 
-class OutputGradients:
-    """Gradients of each micro-batch's output, for a schedule that asks for one loss per micro-batch.
+class ProxyLoss(torch.autograd.Function):
+    """A loss whose backward passes on gradients[number], for a schedule that asks for one loss per micro-batch.
 
-    The loss is that of the whole batch. Its backward down to the outputs has run before the schedule's first one.
+    The loss is that of the whole batch. Its backward down to the outputs runs before the schedule's first one.
     """
 
-    def __init__(self) -> None:
-        self.gradients: Sequence[Tensor] = ()
-        """Once the loss is known."""
-
-    def proxy_loss(self, output: Tensor, number: int) -> Tensor:
-        """Return a number whose backward passes on the gradient of this micro-batch's output."""
-        return _ProxyLoss.apply(output, self, number)
-
-
-class _ProxyLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, output: Tensor, outputs: OutputGradients, number: int) -> Tensor:
-        # The gradients are looked up in backward: in the first micro-batches' forwards there are none yet.
-        ctx.outputs, ctx.number = outputs, number
+    def forward(ctx: Any, output: Tensor, gradients: list[Tensor], number: int) -> Tensor:
+        # The list is read in backward: in the first micro-batches' forwards it is still empty.
+        ctx.gradients, ctx.number = gradients, number
         # Autograd needs a result that depends on the output; its value is never used.
         return output.new_zeros((), dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, loss_gradient: Tensor) -> Any:  # type: ignore[override]
-        return ctx.outputs.gradients[ctx.number], None, None
+        return ctx.gradients[ctx.number], None, None
 
 
 def average_over_replicas(parameters: Sequence[nn.Parameter], group: Any, host_group: Any) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import DataError, UnsupportedError
 from lightning_distrec.strategies.stages.absent_tensors import WAY_OUT, is_absent
-from lightning_distrec.strategies.stages.gradients import GradientsAside, OutputGradients, average_over_replicas
+from lightning_distrec.strategies.stages.gradients import GradientsAside, ProxyLoss, average_over_replicas
 from lightning_distrec.strategies.stages.microbatches import (
     BlockArguments,
     batch_size_of,
@@ -101,7 +101,8 @@ class PipelinedModule:
         entry = self._enter([call])[0]
         num = self._num_microbatches(len(entry.value))
         outputs: list[Tensor] = []
-        gradients, outcome = OutputGradients(), StepOutcome()
+        gradients: list[Tensor] = []
+        outcome = StepOutcome()
 
         def compute_loss(output: Tensor, number: int) -> Tensor:
             outputs.append(output.detach())
@@ -112,8 +113,8 @@ class PipelinedModule:
                 loss = self._leave(call, 0, full, outcome)
                 if loss is not None:
                     loss.backward()
-                gradients.gradients = _gradient_or_zeros(full).chunk(num)
-            return gradients.proxy_loss(output, number)
+                gradients.extend(_gradient_or_zeros(full).chunk(num))
+            return ProxyLoss.apply(output, gradients, number)
 
         self._compute_chain([entry], self._split_arguments(entry, num, call), compute_loss)
         return outcome.result, self._share(outcome)
