@@ -159,6 +159,7 @@ class ManualWatch:
         """The user's code looks up in a collection with these fused tables."""
         for table in tables:
             steps = self._steps[self._param_groups[table].optimizer_index]
+            # The rows of this lookup have one update already, which the user's optimizer has not made yet.
             if steps.backward is not None:
                 _refuse(table, f"it is looked up after a backward and before the step of {steps.name}")
 
@@ -196,6 +197,7 @@ class ManualWatch:
             _refuse(self._table_of(number), f"{steps.name} steps again with the same gradients")
         if any(rate != float(group.group["lr"]) for group, rate in steps.rates.values()):
             _refuse(self._table_of(number), f"its learning rate was changed before the step of {steps.name}")
+        # An unsharded run keeps its gradients until zero_grad: a backward before that would add to them.
         steps.holds_gradients = steps.backward is not None
         steps.backward = None
         steps.rates.clear()

@@ -48,6 +48,7 @@ class LossWeight:
     def add_lookup(self, num_examples: int, smallest: int, largest: int) -> None:
         """Add the number of examples of a lookup: this rank's, and the minimum and maximum over ranks."""
         if smallest != largest:
+            # All lookups of a step are compared: collections may be called with different numbers of examples.
             self._unequal.append(num_examples)
             self._factor = None
 

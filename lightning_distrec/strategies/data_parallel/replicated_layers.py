@@ -22,6 +22,7 @@ QUIET_STEPS = 4
 """Steps of these in which nobody looks: comparing waits for a GPU, and a difference stays to be seen."""
 TOLERANCE = 1e-5
 """Largest difference of a weight's sum, relative to the sum of absolute values; on identical machines it is 0."""
+# One for all steps: it has no state, and making it in each step would cost time on the host.
 _NO_CONTEXT = nullcontext()
 
 

@@ -237,14 +237,14 @@ class NestedModel(pl.LightningModule):
             return EmbeddingBagCollection(tables=[config])
 
         self.towers = nn.ModuleDict({"left": nn.ModuleList([collection("t", 60)]), "right": collection("t", 61)})
-        self.again = self.towers["right"]
+        self.alias = self.towers["right"]
         self.still = collection("still", 60).requires_grad_(False)
         self.top = nn.Linear(32, 1)
         self.final_state: dict[str, Tensor] = {}
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         features = KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"])
-        towers = [self.towers["left"][0], self.towers["right"], self.again, self.still]
+        towers = [self.towers["left"][0], self.towers["right"], self.alias, self.still]
         joined = torch.cat([tower(features).values() for tower in towers], 1)
         return nn.functional.binary_cross_entropy_with_logits(self.top(joined).squeeze(-1), batch["label"])
 

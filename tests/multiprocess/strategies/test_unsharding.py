@@ -32,13 +32,13 @@ class Ratings(pl.LightningModule):
         super().__init__()
         self.users, self.films = nn.Embedding(50, 8), nn.Embedding(70, 8)
         self.films.weight.requires_grad_(False)
-        self.hidden, self.again = nn.Linear(16, 16), nn.Linear(16, 16)
-        self.again.weight = self.hidden.weight
+        self.hidden, self.tied = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.tied.weight = self.hidden.weight
         self.top = nn.Linear(16, 1)
 
     def forward(self, users: Tensor, films: Tensor) -> Tensor:
         pair = torch.cat([self.users(users), self.films(films)], 1)
-        return self.top(self.again(self.hidden(pair).relu())).squeeze(1)
+        return self.top(self.tied(self.hidden(pair).relu())).squeeze(1)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         users, films = batch
@@ -99,7 +99,7 @@ def _run(kind: str, rank_0_only: bool) -> dict[str, Any]:
     actual["after"] = _messages(model, trainer, in_fit=False)
     assert type(model) is Ratings
     assert type(model.users) is nn.Embedding
-    assert model.again.weight is model.hidden.weight
+    assert model.tied.weight is model.hidden.weight
     actual["frozen"] = [name for name, p in model.named_parameters() if not p.requires_grad]
     actual["state"] = {key: value.clone() for key, value in model.state_dict().items()}
     actual["output"] = model(*IDS).detach()
