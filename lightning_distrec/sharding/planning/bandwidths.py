@@ -183,8 +183,8 @@ def measured_bandwidths(
     names: of `Bandwidths`. Those measured within 30 days are not measured again.
     Left out: cross_node on one node, intra_node where no node has two ranks, a GPU's memory on CPU.
     """
-    # The layout and the kind of device are equal on all ranks, so that all of them return here or none: what follows is
-    # collective.
+    # The layout and the kind of device are equal on all ranks, so that all of them return here or none:
+    # what follows is collective.
     names = [name for name in names if name in _measurable(layout, device)]
     if not names:
         return {}
@@ -233,12 +233,12 @@ def _measure_exchange(peers_by_rank: list[list[int]], device: torch.device, rank
     max_peers = max(map(len, peers_by_rank))
     peers = peers_by_rank[ranks.rank]
     total = MIN_BYTES
-    # `_timed` returns the same seconds on all ranks, so that all leave this loop after the same round: its calls are
-    # collective.
+    # `_timed` returns the same seconds on all ranks, so that all leave this loop after the same round:
+    # its calls are collective.
     while True:
         bytes_per_peer = max(1, total // max_peers)
-        # The buffers are allocated before the exchange: where one rank has no memory for them, the others would wait in
-        # it.
+        # The buffers are allocated before the exchange: where one rank has no memory for them,
+        # the others would wait in it.
         exchange = ranks.all_or_none("measuring exchanges", partial(_exchange, bytes_per_peer, peers, device, ranks))
         # Not counted: the first exchange makes the connections.
         _timed(exchange, device, ranks)

@@ -25,6 +25,7 @@ def check_memory(plan: ShardingPlan, memory: RankMemory, reservation: Reservatio
     Plans of the planner fit; those of files and of earlier runs may not. The planner alone counts the host's memory
     for tables that a GPU reads from there.
     """
+    # Without the exchange and without caches, whose sizes a file does not have: what is refused here cannot fit.
     usable = memory.less(reservation).device_bytes
     needed = plan.table_bytes()
     worst = int((needed - np.asarray(usable)).argmax())
@@ -41,6 +42,7 @@ def plan_for_run(
     plan: ShardingPlan,
     description: str,
     tables: list[Table],
+    *,
     constraints: Mapping[str, TableConstraints],
     layout: NodeLayout,
     device: str,
@@ -48,7 +50,7 @@ def plan_for_run(
 ) -> ShardingPlan:
     """Return a file's plan for these tables, in their order, on the ranks of this run.
 
-    what: what messages call the plan. device: type of the ranks' devices. frozen: full names of tables that nothing
+    description: the plan, for messages. device: type of the ranks' devices. frozen: full names of tables that nothing
     updates in this run; those that the plan has data_parallel, which only the user's optimizer needs, become
     table_wise.
     Raises PlanError: the plan is for other tables or another number of ranks, or a table cannot be sharded as it says;
@@ -64,6 +66,7 @@ def plan_for_run(
         sizes[table.full_name] = f"{config.num_embeddings:,} x {config.embedding_dim:,} {config.data_type.value}"
     planned = {name: table.size for name, table in plan.tables.items()}
     wrong += size_differences(planned, sizes, "the plan", "the module")
+    # Tables can be compared one by one only where the plan has the same tables, for the same number of ranks.
     if not wrong:
         plan = _unreplicated(plan, [name for name in frozen if "table_wise" in constraints[name].sharding_types])
         for table in tables:
@@ -121,8 +124,10 @@ def _unreplicated(plan: ShardingPlan, names: Collection[str]) -> ShardingPlan:
     for name, table in plan.tables.items():
         if name in names and table.sharding_type == "data_parallel":
             rank = min(range(plan.num_ranks), key=elements.__getitem__)
+            # So that several such tables are not all put on the same rank.
             elements[rank] += table.num_rows * table.dim
             shard = PlannedShard(rank, (0, 0), (table.num_rows, table.dim))
+            # dense is the kernel of data_parallel alone. Of a frozen table no kernel updates anything.
             tables[name] = replace(table, sharding_type="table_wise", compute_kernel="fused", shards=(shard,))
     return replace(plan, tables=tables)
 
@@ -170,6 +175,7 @@ def bounds_error(shard: PlannedShard, rows: int, dim: int, num_ranks: int) -> st
 
 
 def _replica_error(table: PlannedTable, num_ranks: int) -> str:
+    # Its shards are those of the ranks, in order: each all of the table.
     all_of_it = ((0, 0), (table.num_rows, table.dim))
     if any((shard.offsets, shard.sizes) != all_of_it for shard in table.shards):
         return "data_parallel: each rank holds all of the table, and a shard has only some of it"
@@ -200,6 +206,7 @@ def _coverage_error(strips: list[Strip], table: PlannedTable) -> str:
 def _gap_or_overlap(blocks: list[tuple[int, int]], end: int, axis: str, strip_text: str) -> str:
     """Return why blocks (first, size), sorted, do not cover 0 to `end` exactly once; "" if they do."""
     position = 0
+    # The empty block at the end shows a gap before it.
     for first, size in [*blocks, (end, 0)]:
         if first > position:
             return f"{axis} {position} to {first - 1}{strip_text} are in no shard"
@@ -218,6 +225,7 @@ def _edge_error(strips: list[Strip], sharding_type: str) -> str:
 
 
 def _alignment_error(strips: list[Strip]) -> str:
+    # Only the first shard of a strip is looked at: all shards of a strip have its columns.
     widths = [strip[0].sizes[1] for strip in strips if strip[0].sizes[1] % 4]
     return f"a shard has {widths[0]} columns, and FBGEMM's rows come in multiples of 4" if widths else ""
 
@@ -235,6 +243,8 @@ def _rank_error(strips: list[Strip], table: PlannedTable, num_ranks: int, ranks_
                     f"{sharding_type} gives each of the ranks {first} to {first + num_blocks - 1} one block of rows, "
                     "in the order of the ranks"
                 )
+            # torchrec finds a row's rank by dividing by this number, so that
+            # blocks of other sizes would be looked up wrongly.
             block = -(-table.num_rows // num_blocks)
             if any(shard.sizes[0] != block for shard in strip[:-1]):
                 return (

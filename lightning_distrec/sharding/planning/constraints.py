@@ -64,8 +64,8 @@ def allowed_types(table: Table, options: TableOptions, layout: NodeLayout, unspl
     Raises PlanError: none of those that the user allowed is possible, with the reasons.
     """
     possible = POOLED_TYPES if table.pooled else SEQUENCE_TYPES
-    # Defaults that an EmbeddingCollection cannot have are left out silently; types that the user named get a reason
-    # below.
+    # Defaults that an EmbeddingCollection cannot have are left out silently;
+    # types that the user named get a reason below.
     requested = tuple(options.sharding_types or (t for t in default_types(layout.num_nodes) if t in possible))
     reasons = {
         kind: _type_obstacle(table, kind, layout, unsplit_rows_for) or _width_obstacle(table, kind, options)
@@ -95,8 +95,8 @@ def _type_obstacle(table: Table, sharding_type: str, layout: NodeLayout, unsplit
             f"{unsplit_rows_for} keeps one number for each row, so that a row must stay on one rank; allow table_wise "
             "or row_wise"
         )
-    # torchrec gives each rank ceil(rows / ranks) rows, so that the last ranks may get none: 5 rows on 4 ranks are 2, 2,
-    # 1.
+    # torchrec gives each rank ceil(rows / ranks) rows, so that the last ranks may get none:
+    # 5 rows on 4 ranks are 2, 2, 1 and 0.
     ranks = {"row_wise": layout.num_ranks, "table_row_wise": layout.ranks_on_node}.get(sharding_type, 1)
     rows = table.config.num_embeddings
     if -(-rows // -(-rows // ranks)) < ranks:

@@ -186,8 +186,8 @@ class PartialPlan:
         """Return ranks of one node: the one with the least work whose ranks have memory."""
         on_node = self.budget.ranks_on_node
         load = -(self.device_left + self.host_left) if prefer_memory else self.milliseconds
-        # The node with the least work may lack memory, then the next one is tried. A stable sort keeps plans
-        # reproducible.
+        # The node with the least work may lack memory, then the next one is tried.
+        # A stable sort keeps plans reproducible.
         for node in np.argsort(load.reshape(-1, on_node).sum(axis=1), kind="stable"):
             ranks = self._anywhere(option, int(node) * on_node, (int(node) + 1) * on_node, prefer_memory)
             if ranks is not None:
@@ -284,8 +284,8 @@ def pack_by_memory(options: Sequence[Sequence[EstimatedOption]], budget: MemoryB
                 break
         else:
             remaining = MemoryBudget(plan.device_left, plan.host_left, budget.ranks_on_node)
-            # Shards may fit one by one and not at the same time; then nothing counts as missing, and one byte is
-            # reported.
+            # Shards may fit one by one and not at the same time;
+            # then nothing counts as missing, and one byte is reported.
             missing = max(1, min(max(_missing(option, remaining)) for option in options[table]))
             reason = f"does not fit next to the other tables: {format_bytes(missing)} are missing where it came closest"
             return InfeasiblePlan(table, proven=False, reason=reason)

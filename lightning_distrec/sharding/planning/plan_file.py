@@ -41,6 +41,8 @@ def plan_text(plan: ShardingPlan) -> str:
         "ranks_per_node": plan.layout.ranks_per_node,
         "device": plan.device,
     }
+    # Not json.dumps with an indent, which puts every number on a line of its
+    # own: one line a shard can be compared and edited.
     lines = [f" {json.dumps(name)}: {json.dumps(value)}," for name, value in fields.items()]
     tables = ",\n".join(_table_text(name, table) for name, table in plan.tables.items())
     return "\n".join(["{", *lines, ' "tables": {', tables, " }", "}", ""])
@@ -96,6 +98,7 @@ class _Wrong(Exception):
 
 def _each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
+    # json silently keeps the last of two equal keys: a table that is in the file twice would lose one entry.
     if len(fields) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is in it twice")
@@ -103,6 +106,7 @@ def _each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _plan(content: Any) -> ShardingPlan:
+    # `type(...) is`, because True is an instance of int.
     if not isinstance(content, dict) or type(content.get("version")) is not int:
         raise _Wrong("", f"it has no integer version, as every {PLAN_FILE} does.")
     if content["version"] != VERSION:
@@ -218,6 +222,7 @@ def _one_of(value: Any, place: str, allowed: Sequence[str]) -> str:
 def _short(value: Any) -> str:
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # a number of thousands of digits; lists in lists in lists
+    # A number of thousands of digits; lists in lists in lists.
+    except (ValueError, RecursionError):
         return f"a {type(value).__name__}"
     return text if len(text) <= 40 else f"{text[:40]}..."

@@ -18,17 +18,16 @@ from lightning_distrec.sharding.planning.report_text import (
     milliseconds_in_words,
     replicas_in_words,
     sent_in_words,
+    some_ranks_in_words,
     time_in_words,
     updates_in_words,
 )
 from lightning_distrec.sharding.planning.sharding_plan import Origin, ShardingPlan
 from lightning_distrec.sharding.planning.traffic import TRAFFIC_KINDS
-from lightning_distrec.units import format_bytes, format_ranks
+from lightning_distrec.units import format_bytes
 
 MAX_ROWS = 25
 """Longer tables are folded."""
-MAX_RANKS = 6
-"""Number of ranks that are listed one by one."""
 NO_PICTURES = (
     "No pictures were drawn: matplotlib is not installed. Install it (pip install matplotlib) and write the page again."
 )
@@ -106,6 +105,7 @@ def _findings(plan: ShardingPlan) -> str:
         sent_in_words(plan),
     ]
     if updates := updates_in_words(plan):
+        # Before what is sent and after the time, which this finding explains.
         findings.insert(-1, updates)
     if replicas := replicas_in_words(plan):
         findings.append(replicas)
@@ -122,6 +122,7 @@ def _assumptions(plan: ShardingPlan) -> str:
 
 
 def _picture(name: str, data: bytes) -> str:
+    # Pictures are inside of the page, so that it can be sent and opened as one file.
     encoded = base64.b64encode(data).decode("ascii")
     return f'<img alt="{escape(name.replace("_", " "))}" src="data:image/png;base64,{encoded}">'
 
@@ -143,19 +144,21 @@ def _ranks(plan: ShardingPlan) -> str:
     if sent.layout.num_nodes > 1:
         columns.append(("sent to other nodes", sent.across_nodes(), format_bytes))
     num_ranks = plan.layout.num_ranks
+    # Of many ranks, percentiles: each is the value of some rank, so that one rank may be looked for.
     few = num_ranks <= MAX_ROWS
     names = [str(rank) for rank in range(num_ranks)] if few else [name for name, _ in QUANTILES]
     rows = [
-        [name, *(text(float(values[i] if few else _quantile(values, QUANTILES[i][1]))) for _, values, text in columns)]
+        [
+            name,
+            *(
+                text(float(values[i] if few else np.quantile(values, QUANTILES[i][1], method="nearest")))
+                for _, values, text in columns
+            ),
+        ]
         for i, name in enumerate(names)
     ]
     first = "rank" if few else f"{num_ranks:,} ranks"
     return _html_table([first, *(name for name, _, _ in columns)], rows, numbers_from=1)
-
-
-def _quantile(values: NDArray[Any], share: float) -> float:
-    ordered = np.sort(values)
-    return float(ordered[round(share * (len(ordered) - 1))])
 
 
 def _tables(plan: ShardingPlan) -> str:
@@ -180,13 +183,8 @@ def _row(table: PlannedTable) -> list[str]:
         table.sharding_type,
         table.compute_kernel,
         table.update,
-        _on_ranks(sorted(set(table.ranks.tolist()))),
+        some_ranks_in_words(sorted(set(table.ranks.tolist()))),
     ]
-
-
-def _on_ranks(ranks: list[int]) -> str:
-    text = format_ranks(ranks)
-    return text if text.count(",") < MAX_RANKS else f"{len(ranks)} of {ranks[0]}-{ranks[-1]}"
 
 
 def _origins(origins: Iterable[Origin]) -> str:

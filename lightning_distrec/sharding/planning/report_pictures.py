@@ -85,6 +85,7 @@ def _draw_memory(plan: ShardingPlan) -> Any:
 
 
 def _memory(axes: Any, parts: dict[str, NDArray[Any]], memory_kind: str, memory: RankUsage, dense_bytes: int) -> None:
+    # Tables that take 1 % of a memory would be an invisible line in a picture of all of it.
     little = int(memory.tables.max()) < MIN_SHARE * int(memory.usable.max())
     reserved = memory.capacity - memory.usable
     dense = np.full_like(reserved, dense_bytes)
@@ -93,6 +94,7 @@ def _memory(axes: Any, parts: dict[str, NDArray[Any]], memory_kind: str, memory:
         stacked.append(("free", np.maximum(memory.usable - memory.tables, 0), FREE))
     if dense_bytes and (not little or dense_bytes < MIN_SHARE * int(memory.usable.max())):
         stacked.append(("layers without tables", dense, COLOURS[4]))
+        # Layers without tables use what is reserved, and are drawn as a part of it.
         reserved = np.maximum(reserved - dense, 0)
     if not little and reserved.any():
         stacked.append(("reserved", reserved, RESERVED))
@@ -150,6 +152,7 @@ def _draw_matrix(plan: ShardingPlan) -> Any:
     title = matrix_in_words(matrix, kind)
     scale, unit = _scale(float((matrix - np.diag(diagonal)).max()))
     shown = matrix / scale
+    # What stays on a rank is not sent: nan leaves these cells in the background's colour, out of the scale.
     np.fill_diagonal(shown, np.nan)
     sizes = shown[np.isfinite(shown) & (shown > 0)]
     apart = sizes.size > 0 and float(sizes.max()) > FAR_APART * float(np.median(sizes))
@@ -204,7 +207,9 @@ def _draw_tables(plan: ShardingPlan) -> Any:
             color=TEXT,
         )
     axes.set_yticks(range(len(largest)), [_short(table.name) for table in largest])
+    # From high to low, which puts the largest table on top.
     axes.set_ylim(len(largest) - 0.4, -0.6)
+    # A quarter more than the longest bar, for the text next to it.
     axes.set_xlim(0, 1.25 * largest[0].num_bytes / scale)
     axes.set_xlabel(f"{unit} of rows", color=TEXT)
     _style(axes)
@@ -220,6 +225,8 @@ def _draw_tables(plan: ShardingPlan) -> Any:
 
 
 def _figure(width: float, height: float) -> Any:
+    # Imported here, because matplotlib is optional. A Figure without pyplot needs
+    # no display, and goes with its last reference.
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -227,9 +234,9 @@ def _figure(width: float, height: float) -> Any:
 
 
 def _stack(axes: Any, parts: Sequence[tuple[str, NDArray[Any], str]], total: NDArray[Any], smooth: bool = True) -> None:
-    """Draw parts on top of each other: a bar for each rank, or areas over many ranks in the order of `by`.
+    """Draw parts on top of each other: a bar for each rank, or areas over many ranks in the order of `total`.
 
-    smooth: of many ranks, averages of neighbours in that order are drawn, and a line for `by` itself.
+    smooth: of many ranks, averages of neighbours in that order are drawn, and a line for `total` itself.
     """
     num_ranks = len(total)
     bottom = np.zeros(num_ranks)
@@ -237,6 +244,7 @@ def _stack(axes: Any, parts: Sequence[tuple[str, NDArray[Any], str]], total: NDA
         for name, values, colour in parts:
             axes.bar(np.arange(num_ranks), values, 0.8, bottom=bottom, color=colour, label=name)
             bottom = bottom + values
+        # The bar of a single rank would fill the picture.
         lone = 0.6 if num_ranks == 1 else 0.0
         axes.set_xlim(-0.6 - lone, num_ranks - 0.4 + lone)
         _rank_ticks(axes.xaxis, num_ranks)
@@ -252,6 +260,7 @@ def _stack(axes: Any, parts: Sequence[tuple[str, NDArray[Any], str]], total: NDA
             axes.fill_between(ends, low, high, step="post", color=colour, label=name, linewidth=0)
             bottom = top
         if smooth:
+            # The line shows each rank's own total: averages of neighbours would hide a single slow rank.
             falling = np.append(np.sort(total)[::-1], total.min())
             axes.step(np.arange(num_ranks + 1), falling, where="post", color=TEXT, linewidth=1)
         bottom = np.append(bottom, total.max())
@@ -302,6 +311,7 @@ def _legend(axes: Any, top_first: bool = True) -> None:
 def _scale(largest: float) -> tuple[float, str]:
     """Return the bytes of a unit in which `largest` is a number that reads well, and its name."""
     scale, units = 1.0, ["B", "KiB", "MiB", "GiB", "TiB"]
+    # From 1023.5 on a number would be printed as 1,024 of the smaller unit.
     while largest / scale >= 1023.5 and len(units) > 1:
         scale *= 1024
         units.pop(0)
@@ -337,15 +347,13 @@ def cells(plan: ShardingPlan, tables: list[PlannedTable]) -> dict[str, NDArray[n
 
 def draw_heat_map(plan: ShardingPlan) -> Any:
     """Return the picture. Needs matplotlib."""
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
     tables = sorted(plan.tables.values(), key=lambda table: -table.num_bytes)[:MAX_MAPPED_TABLES]
     quantities = cells(plan, tables)
-    figure = Figure(figsize=(9.5, 1.4 + 0.27 * len(tables)), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
+    figure = _figure(9.5, 1.4 + 0.27 * len(tables))
     for number, (axes, (quantity_name, values)) in enumerate(
         zip(figure.subplots(1, len(quantities), squeeze=False)[0], quantities.items(), strict=True)
     ):
+        # nan for ranks without the table: they have the background's colour, and not that of a small number.
         shown = np.where(values > 0, values, np.nan)
         axes.set_facecolor(FREE)
         largest = max(float(values.max()), 1e-12)

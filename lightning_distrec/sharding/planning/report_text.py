@@ -30,6 +30,8 @@ class TableName:
     def __init__(self, name: str, narrowest: int) -> None:
         self.name, self.narrowest = name, narrowest
 
+    # rich calls the next two methods by their names: the first before it divides
+    # the width among columns, the second after that.
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         """Return the least and the largest width."""
         return Measurement(min(self.narrowest, len(self.name)), len(self.name)).with_maximum(options.max_width)
@@ -50,6 +52,7 @@ def narrowest_width(names: Iterable[str]) -> int:
     """Return the least width, from NARROWEST on, in which no two names are shortened to the same text."""
     names = set(names)
     width = NARROWEST
+    # Ends at the length of the longest name at the latest, because names differ.
     while len({shortened(name, width) for name in names}) < len(names):
         width += 1
     return width
@@ -66,7 +69,8 @@ def headline(plan: ShardingPlan) -> str:
 
 
 def memory_in_words(memory: RankUsage, memory_kind: str) -> str:
-    """Return whether the memory suffices, and which rank has the least left. where: "GPU" or "host"."""
+    """Return whether the memory suffices, and which rank has the least left. memory_kind: GPU or host."""
+    # The rank with the fewest free bytes, which is not always the one with the largest tables: memories may differ.
     worst = memory.worst
     held, usable = int(memory.tables[worst]), int(memory.usable[worst])
     is_single = len(memory.tables) == 1
@@ -91,6 +95,7 @@ def time_in_words(plan: ShardingPlan) -> str:
     if len(rank_times) == 1:
         return f"A step spends {milliseconds_in_words(slowest)} on tables"
     comparison = ", as all ranks do"
+    # Within half a percent ranks count as equal: the numbers are printed with three digits.
     if slowest > 1.005 * mean:
         comparison = f", {slowest / mean - 1:.0%} more than the average of {milliseconds_in_words(mean)}"
     subject = f"Rank {int(rank_times.argmax())}, the slowest,"
@@ -110,6 +115,7 @@ def updates_in_words(plan: ShardingPlan) -> str:
         return ""
     slowest = plan.cost.slowest
     all_of_it, updates = float(plan.cost.milliseconds_by_rank[slowest]), float(plan.cost.part("update")[slowest])
+    # Only where updates are most of the time does another optimizer or update help much.
     if 2 * updates <= all_of_it:
         return ""
     kinds: dict[tuple[str, str], list[PlannedTable]] = {}
@@ -124,6 +130,7 @@ def updates_in_words(plan: ShardingPlan) -> str:
     text = f"Updates outweigh lookups: {kind} {optimizer} moves {rows} in each step, {share}"
     if kind != "dense":
         return text
+    # Lazy Adam gives other numbers and runs on GPUs only, so that it is mentioned and never chosen.
     lazy = " or, not with the same numbers, embedding_update fused_lazy" if plan.on_gpu and "Adam" in optimizer else ""
     if tables[0].sharding_type == "data_parallel":
         return f"{text}. Sharded over the ranks, each would move its share"
@@ -157,7 +164,8 @@ def replicas_in_words(plan: ShardingPlan) -> str:
 
 
 def matrix_in_words(matrix: NDArray[np.float64], kind: str) -> str:
-    """Return the largest entry of a matrix of bytes from row to column, without its diagonal. what: rank or node."""
+    """Return the largest entry of a matrix of bytes from row to column, without its diagonal. kind: rank or node."""
+    # The diagonal is what stays, on a node often the most.
     away = matrix - np.diag(matrix.diagonal())
     if not away.any():
         return f"Nothing is sent from {kind} to {kind}"
@@ -191,6 +199,7 @@ def print_plan(
     left_alone: path -> reason, of modules with tables that are not sharded.
     """
     console = console or Console()
+    # For an output that is no terminal rich assumes 80 columns, which would fold most of the table's columns.
     if not console.is_terminal:
         console = Console(width=NARROWEST_COLUMNS, file=console.file)
     tables = list(plan.tables.values())
@@ -238,6 +247,7 @@ def _printed(tables: Sequence[PlannedTable]) -> Sequence[PlannedTable]:
     """Return the tables that are printed, in their order."""
     if len(tables) <= MAX_TABLES:
         return tables
+    # The largest are selected, and printed in the model's order, in which users look for them.
     largest = sorted(tables, key=lambda table: -table.num_rows * table.dim)[:MAX_TABLES]
     names = {table.name for table in largest}
     return [table for table in tables if table.name in names]
@@ -274,6 +284,7 @@ def _time(cost: PlanCost) -> str:
     if len(rank_times) == 1:
         return line
     mean = float(rank_times.mean())
+    # From the shortest sentence to the longest: all alike, one slow rank, different ranks slow in different exchanges.
     if cost.critical_path <= 1.005 * mean:
         return f"{line} on every rank"
     slowest, busiest = int(rank_times.argmax()), float(rank_times.max())

@@ -190,8 +190,8 @@ class Search:
         """Move tables of the slowest rank, one by one, while that helps. Changes `plan`, and returns it."""
         while self._moves_left > 0 and self._move_one(plan):
             pass
-        # Each move adds and subtracts floats; without a recount their rounding errors would add up over thousands of
-        # moves.
+        # Each move adds and subtracts floats;
+        # without a recount their rounding errors would add up over thousands of moves.
         plan.recount()
         return plan
 
@@ -243,7 +243,7 @@ class Search:
         num_tables = len(changed.options)
         slowest = changed.tables_on_slowest()
         count = int(self._random.integers(2, 4 + min(num_tables, 4 + num_tables // 20)))
-        # Some come from the slowest rank, without whose tables no move shortens the critical path.
+        # Some come from the slowest rank: while its tables stay, the critical path hardly gets shorter.
         few = min(len(slowest), 1 + count // 2)
         tables = set(self._random.choice(slowest, size=few, replace=False).tolist())
         tables |= set(self._random.integers(0, num_tables, size=count).tolist())

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,38 +78,57 @@ class EstimatedOption:
         return self.host_bytes_by_size[self.size_numbers]
 
 
+class _Shards(NamedTuple):
+    """The shards of a table under one sharding type."""
+
+    sizes: Cells
+    offsets: Cells
+    size_numbers: NDArray[np.intp]
+    """The number of each shard's size among `distinct`."""
+    distinct: list[tuple[int, int]]
+    """The sizes, each once."""
+
+
+class _Candidate(NamedTuple):
+    """An option of a table that is not estimated yet."""
+
+    table: Table
+    sharding_type: str
+    kernel: str
+    shards: _Shards
+
+
 def estimated_options(
     tables: Sequence[Table], constraints: Mapping[str, TableConstraints], topology: Topology, batch_size: int
 ) -> list[list[EstimatedOption]]:
-    """Return the options of each table, in a fixed order. constraints: by full name.
-
-    torchrec's enumerator lists shards one by one, and its estimators look at each; of shards of one size, which cost
-    the same, they get only the first here.
-    """
+    """Return the options of each table, in a fixed order. constraints: by full name."""
     torchrec_by_name, kinds = torchrec_constraints(list(tables), constraints), sharders()
-    options: list[ShardingOption] = []
-    shapes: list[tuple[Table, Cells, Cells, NDArray[np.intp]]] = []
+    candidates: list[_Candidate] = []
     for table in tables:
         sharder = next(s for s in kinds if isinstance(table.module, s.module_type))
         table_constraints = torchrec_by_name[table.name]
         types = set(table_constraints.sharding_types or []) & set(sharder.sharding_types(topology.compute_device))
+        # Sorted, because the search depends on the order of options, and that of a set of strings is random.
         for sharding_type in sorted(types):
             kernels = set(table_constraints.compute_kernels or [])
             kernels &= set(sharder.compute_kernels(sharding_type, topology.compute_device))
-            sizes, offsets, size_numbers, first = _shards(
-                table, sharding_type, topology, table_constraints.min_partition
+            # As torchrec's enumerator does: dense is no choice where there is a fused kernel.
+            kernels -= {"dense"} if "fused" in kernels else set()
+            sizes, offsets = calculate_shard_sizes_and_offsets(
+                tensor=table.parameter,
+                world_size=topology.world_size,
+                local_world_size=topology.local_world_size,
+                sharding_type=sharding_type,
+                col_wise_shard_dim=table_constraints.min_partition,
             )
-            for kernel in sorted(_without_spare(kernels)):
-                distinct = [sizes[i] for i in first]
-                options.append(_torchrec_option(table, sharding_type, kernel, distinct, table_constraints, batch_size))
-                shapes.append((table, sizes, offsets, size_numbers))
-    _estimate(options, topology, batch_size, torchrec_by_name)
+            shards = _number_sizes(
+                tuple((rows, columns) for rows, columns in sizes), tuple((row, column) for row, column in offsets)
+            )
+            candidates += [_Candidate(table, sharding_type, kernel, shards) for kernel in sorted(kernels)]
     options_by_table: dict[str, list[EstimatedOption]] = {table.full_name: [] for table in tables}
-    for option, (table, sizes, offsets, size_numbers) in zip(options, shapes, strict=True):
-        estimated = _as_estimated(
-            option, sizes, offsets, size_numbers, topology, constraints[table.full_name], torchrec_by_name[table.name]
-        )
-        options_by_table[table.full_name].append(estimated)
+    estimated = _estimate(candidates, constraints, torchrec_by_name, topology, batch_size)
+    for candidate, option in zip(candidates, estimated, strict=True):
+        options_by_table[candidate.table.full_name].append(option)
     return list(options_by_table.values())
 
 
@@ -121,79 +140,67 @@ def options_of_plan(
     batch_size: int,
 ) -> list[EstimatedOption]:
     """Return the option that a plan has for each table, with its estimates. Arguments as `estimated_options`."""
-    torchrec_by_name = torchrec_constraints(list(tables), constraints)
-    options, shapes = [], []
+    candidates = []
     for table in tables:
         planned = plan.tables[table.full_name]
-        sizes: Cells = tuple(shard.sizes for shard in planned.shards)
-        size_numbers, first = _distinct(sizes)
-        sharding_type, kernel, table_constraints = (
-            planned.sharding_type,
-            planned.compute_kernel,
-            torchrec_by_name[table.name],
-        )
-        distinct = [sizes[i] for i in first]
-        options.append(_torchrec_option(table, sharding_type, kernel, distinct, table_constraints, batch_size))
-        shapes.append((table, sizes, tuple(shard.offsets for shard in planned.shards), size_numbers))
-    _estimate(options, topology, batch_size, torchrec_by_name)
-    return [
-        _as_estimated(
-            option, sizes, offsets, size_numbers, topology, constraints[table.full_name], torchrec_by_name[table.name]
-        )
-        for option, (table, sizes, offsets, size_numbers) in zip(options, shapes, strict=True)
-    ]
+        sizes, offsets = zip(*((shard.sizes, shard.offsets) for shard in planned.shards), strict=True)
+        shards = _number_sizes(sizes, offsets)
+        candidates.append(_Candidate(table, planned.sharding_type, planned.compute_kernel, shards))
+    return _estimate(candidates, constraints, torchrec_constraints(list(tables), constraints), topology, batch_size)
 
 
-def _without_spare(kernels: set[str]) -> set[str]:
-    """Return the kernels but for dense, where there is a fused one, as torchrec's enumerator does."""
-    return kernels - {"dense"} if "fused" in kernels else kernels
-
-
-def _shards(
-    table: Table, sharding_type: str, topology: Topology, min_partition: int | None
-) -> tuple[Cells, Cells, NDArray[np.intp], list[int]]:
-    """Return sizes and offsets of all shards, and what `_distinct` returns of them."""
-    sizes, offsets = calculate_shard_sizes_and_offsets(
-        tensor=table.parameter,
-        world_size=topology.world_size,
-        local_world_size=topology.local_world_size,
-        sharding_type=sharding_type,
-        col_wise_shard_dim=min_partition,
-    )
-    cells = tuple((rows, columns) for rows, columns in sizes)
-    return cells, tuple((rows, columns) for rows, columns in offsets), *_distinct(cells)
-
-
-def _distinct(sizes: Cells) -> tuple[NDArray[np.intp], list[int]]:
-    """Return the number of each shard's size, and the first shard of each size."""
+def _number_sizes(sizes: Cells, offsets: Cells) -> _Shards:
+    # The number of a size that is new is the number of sizes before it: the dict's length, read before it is added.
     numbers: dict[tuple[int, int], int] = {}
-    first: list[int] = []
-    size_numbers = np.empty(len(sizes), dtype=np.intp)
-    for i, size in enumerate(sizes):
-        size_numbers[i] = numbers.setdefault(size, len(numbers))
-        if size_numbers[i] == len(first):
-            first.append(i)
-    return size_numbers, first
+    size_numbers = np.array([numbers.setdefault(size, len(numbers)) for size in sizes], dtype=np.intp)
+    return _Shards(sizes, offsets, size_numbers, list(numbers))
+
+
+def _estimate(
+    candidates: list[_Candidate],
+    constraints: Mapping[str, TableConstraints],
+    torchrec_by_name: Mapping[str, ParameterConstraints],
+    topology: Topology,
+    batch_size: int,
+) -> list[EstimatedOption]:
+    options = [_torchrec_option(candidate, torchrec_by_name, batch_size) for candidate in candidates]
+    with silence_torchrec():
+        enumerator = EmbeddingEnumerator(topology=topology, batch_size=batch_size, constraints=dict(torchrec_by_name))
+        # An empty module: the enumerator lists no options of its own, and only registers the sharders.
+        enumerator.enumerate(nn.Module(), sharders())
+        enumerator.populate_estimates(options)
+    estimated = []
+    for candidate, option in zip(candidates, options, strict=True):
+        table = candidate.table
+        estimated.append(
+            _as_estimated(
+                option,
+                candidate.shards,
+                topology=topology,
+                constraints=constraints[table.full_name],
+                torchrec_constraint=torchrec_by_name[table.name],
+            )
+        )
+    return estimated
 
 
 def _torchrec_option(
-    table: Table,
-    sharding_type: str,
-    kernel: str,
-    sizes: list[tuple[int, int]],
-    constraint: ParameterConstraints,
-    batch_size: int,
+    candidate: _Candidate, torchrec_by_name: Mapping[str, ParameterConstraints], batch_size: int
 ) -> ShardingOption:
+    table = candidate.table
+    constraint = torchrec_by_name[table.name]
     return ShardingOption(
         name=table.name,
         tensor=table.parameter,
         module=(table.collection, table.module),
         input_lengths=constraint.pooling_factors,
         batch_size=batch_size,
-        compute_kernel=kernel,
-        sharding_type=sharding_type,
-        partition_by=get_partition_by_type(sharding_type),
-        shards=[Shard(size=list(size), offset=[0, 0]) for size in sizes],
+        compute_kernel=candidate.kernel,
+        sharding_type=candidate.sharding_type,
+        partition_by=get_partition_by_type(candidate.sharding_type),
+        # torchrec's estimators look at each shard. Shards of one size cost the same, so that they get one of each, at
+        # any offset: a row-wise table on a thousand ranks has a thousand shards, and two sizes.
+        shards=[Shard(size=list(size), offset=[0, 0]) for size in candidate.shards.distinct],
         cache_params=constraint.cache_params,
         enforce_hbm=constraint.enforce_hbm,
         is_pooled=table.pooled,
@@ -201,23 +208,10 @@ def _torchrec_option(
     )
 
 
-def _estimate(
-    options: list[ShardingOption],
-    topology: Topology,
-    batch_size: int,
-    constraints: Mapping[str, ParameterConstraints],
-) -> None:
-    with silence_torchrec():
-        enumerator = EmbeddingEnumerator(topology=topology, batch_size=batch_size, constraints=dict(constraints))
-        enumerator.enumerate(nn.Module(), sharders())  # an empty module: the enumerator only registers the sharders
-        enumerator.populate_estimates(options)
-
-
 def _as_estimated(
     option: ShardingOption,
-    sizes: Cells,
-    offsets: Cells,
-    size_numbers: NDArray[np.intp],
+    shards: _Shards,
+    *,
     topology: Topology,
     constraints: TableConstraints,
     torchrec_constraint: ParameterConstraints,
@@ -229,11 +223,12 @@ def _as_estimated(
     device_bytes = [_on_device(shard.storage, topology.compute_device) for shard in option.shards]
     host_bytes = [shard.storage.ddr if on_gpu else 0 for shard in option.shards]
     if option.compute_kernel.startswith("fused_uvm"):
+        # State lies next to its rows: with both fused_uvm kernels in the host's memory, even of rows that are cached.
         host_bytes = [a + b for a, b in zip(host_bytes, update_bytes, strict=True)]
     else:
         device_bytes = [a + b for a, b in zip(device_bytes, update_bytes, strict=True)]
     # torchrec estimates each block of rows as if all of the table's ids went there.
-    blocks = len({row for row, _ in offsets}) if option.sharding_type != "data_parallel" else 1
+    blocks = len({row for row, _ in shards.offsets}) if option.sharding_type != "data_parallel" else 1
     learns, links = constraints.update != "frozen", make_links(topology)
     exchanges = exchange_milliseconds(option, torchrec_constraint, learns, links, constraints.distinct_share)
     updates = _updates(option, blocks, topology, constraints)
@@ -241,6 +236,7 @@ def _as_estimated(
     for shard, (ids, rows, gradients), update in zip(option.shards, exchanges, updates, strict=True):
         share = 1.0 if on_gpu else narrow_rows_on_cpu(option.sharding_type, shard.size[1])
         perf: Any = shard.perf
+        # In the order of TIME_PARTS.
         parts.append((
             perf.fwd_compute * share,
             rows,
@@ -253,9 +249,9 @@ def _as_estimated(
     return EstimatedOption(
         option.sharding_type,
         option.compute_kernel,
-        sizes,
-        offsets,
-        size_numbers,
+        shards.sizes,
+        shards.offsets,
+        shards.size_numbers,
         np.asarray(parts, dtype=np.float64),
         np.asarray(device_bytes, dtype=np.int64),
         np.asarray(host_bytes, dtype=np.int64),
@@ -271,6 +267,7 @@ def _updates(
     speed = topology.hbm_mem_bw if on_gpu else topology.ddr_mem_bw
     if option.compute_kernel.startswith("fused_uvm"):
         speed = topology.hbm_to_ddr_mem_bw
+    # A replica looks up the ids of its own rank's batch, a shard those of the batches of all ranks.
     ranks = 1 if option.sharding_type == "data_parallel" else topology.world_size
     ids = option.batch_size * ranks * sum(option.input_lengths) / blocks
     share = constraints.distinct_share
@@ -293,6 +290,7 @@ def _on_device(storage: Any, device: str) -> int:
 def without_duplicates(options: Sequence[EstimatedOption]) -> list[EstimatedOption]:
     """Return the options without column-wise ones of one shard where the same kernel can have the table table_wise."""
     kernels = {option.kernel for option in options if option.sharding_type == "table_wise"}
+    # Such an option is a table_wise one with another name; twice the options would only make the search longer.
     column_types = ("column_wise", "table_column_wise")
     return [
         o for o in options if not (o.sharding_type in column_types and len(o.size_numbers) == 1 and o.kernel in kernels)
@@ -304,5 +302,6 @@ def capacities(topology: Topology) -> tuple[NDArray[np.int64], NDArray[np.int64]
     storages = [device.storage for device in topology.devices]
     cuda = topology.compute_device == "cuda"
     device = np.asarray([_on_device(storage, topology.compute_device) for storage in storages], dtype=np.int64)
+    # On CPU torchrec counts all memory as ddr, which is `device` here: it must not count twice.
     host = np.asarray([storage.ddr if cuda else 0 for storage in storages], dtype=np.int64)
     return device, host

@@ -78,10 +78,12 @@ class PlanCost:
     def critical_path(self) -> float:
         """Milliseconds of a step for tables: each exchange waits for its slowest rank. Planning minimizes it."""
         exchanges = self.milliseconds[:, EXCHANGE_PARTS]
+        # The sum that the search minimizes, see `PartialPlan.critical_path`.
         compute = self.milliseconds_by_rank - exchanges.sum(axis=1)
         return float(exchanges.max(axis=0, initial=0.0).sum() + compute.max(initial=0.0))
 
 
+# Shared as a default: it is frozen, and its arrays are empty.
 NOT_ESTIMATED = PlanCost()
 
 
@@ -149,10 +151,11 @@ class ShardingPlan:
     def for_torchrec(self, devices: Sequence[torch.device], first_rank: int = 0) -> ShardingByTable:
         """Return it as torchrec's sharders take it.
 
-        devices: of each rank, as that rank names it. torchrec's own planner numbers a node's GPUs by rank, which is
-        wrong where nodes are unequal, or where a launcher shows each rank one GPU that all of them call cuda:0.
+        devices: of each rank, as that rank names it.
         first_rank: of the group of ranks that it is for; a plan counts within the group, and shards' places do not.
         """
+        # torchrec's own planner numbers a node's GPUs by rank. That is wrong where nodes are unequal, or where a
+        # launcher shows each rank one GPU that all of them call cuda:0.
         names = [str(device) for device in devices]
         return {name: table.for_torchrec(names, first_rank) for name, table in self.tables.items()}
 
@@ -185,6 +188,7 @@ class ShardingPlan:
         """
         totals = np.zeros(self.num_ranks)
         for table in self.tables.values():
+            # A GPU's tables are in one of two memories, and each call sums up one of them.
             if table.on_host == on_host:
                 elements = table.shard_rows * table.shard_columns
                 shard_bytes = elements * float(table.element_bytes)
@@ -200,12 +204,14 @@ class ShardingPlan:
         rows, held = self.table_bytes(on_host, updates=False), self.table_bytes(on_host)
         parts = {"rows": rows, "optimizer state and gradients": held - rows}
         if usage is not None:
+            # Estimates are rounded shard by shard and sums only once, so that this may be below 0 by a few bytes.
             parts["exchange and cache"] = np.maximum(usage.tables - held, 0)
         return {part: part_bytes for part, part_bytes in parts.items() if part_bytes.any()}
 
     @cached_property
     def memory(self) -> RankUsage:
         """The memory that tables are in: the GPU's, or the host's where they train on CPU."""
+        # One number is for all ranks: broadcasting makes (R,) of it, without a copy.
         capacity = np.broadcast_to(np.asarray(self.memory_bytes, dtype=np.int64), self.num_ranks)
         if self.cost.known:
             usable = np.minimum(self.cost.device_bytes_usable, capacity)
@@ -259,6 +265,7 @@ def size_differences(a: Mapping[str, str], b: Mapping[str, str], first: str, sec
     """Return which tables are on one side only, with near matches on the other, and which differ in size."""
     lines = []
     for side_sizes, other_sizes, side in ((a, b, first), (b, a, second)):
+        # Near matches come from names that only the other side has: a table that both have was not renamed.
         new = [name for name in other_sizes if name not in side_sizes]
         for name in (name for name in side_sizes if name not in other_sizes):
             lines.append(f"table '{name}' is in {side} only{did_you_mean(name, new).rstrip('.')}")
@@ -274,6 +281,7 @@ def _table_differences(a: PlannedTable, b: PlannedTable, first: str, second: str
         (a.cache_load_factor, b.cache_load_factor, "has the cache load factor {} in"),
     ]
     lines = [f"{text.format(x)} {first}, {y} in {second}" for x, y, text in compared if x != y]
+    # Shards of unlike tables or types do not pair up: which ranks have the table is all that can be compared.
     if a.size != b.size or (a.shards != b.shards and a.sharding_type != b.sharding_type):
         return lines + _rank_differences(a, b, first, second)
     if {(s.offsets, s.sizes) for s in a.shards} != {(s.offsets, s.sizes) for s in b.shards}:
@@ -281,10 +289,12 @@ def _table_differences(a: PlannedTable, b: PlannedTable, first: str, second: str
         return [*lines, f"has {numbers[0]} in {first}, {numbers[1]} of other sizes in {second}"]
     if a.sharding_type == b.sharding_type == "data_parallel":
         return lines + _rank_differences(a, b, first, second)
+    # Both plans have the same rectangles in the same order (`in_order`), so that shards pair up by position.
     moved = [(x, y.rank) for x, y in zip(a.shards, b.shards, strict=True) if x.rank != y.rank]
     return lines + [f"has {x} on rank {x.rank} in {first}, {rank} in {second}" for x, rank in moved]
 
 
 def _rank_differences(a: PlannedTable, b: PlannedTable, first: str, second: str) -> list[str]:
+    # By rank and not by shard: a column-wise table may have several shards on one rank.
     on_a, on_b = (format_ranks(sorted({shard.rank for shard in table.shards})) for table in (a, b))
     return [] if on_a == on_b else [f"is on ranks {on_a} in {first}, {on_b} in {second}"]

@@ -78,7 +78,7 @@ class TableOptions:
         if self.pooling_factor is not None and self.pooling_factor <= 0:
             raise ConfigError(f"pooling_factor={self.pooling_factor}: must be above 0.")
         self._check_cache()
-        if self.replicated and (ignored := [name for name in self.given() if name != "replicated"]):
+        if self.replicated and (ignored := [name for name in self.explicit_options() if name != "replicated"]):
             raise ConfigError(
                 f"replicated=True: a table that every rank holds is not planned, and {' and '.join(ignored)} "
                 f"would change nothing. Leave {'it' if len(ignored) == 1 else 'them'} out, or set replicated=False."
@@ -121,7 +121,7 @@ class TableOptions:
                 f"compute_kernels={self.compute_kernels} leaves that out. Add it, or leave cache_load_factor out."
             )
 
-    def given(self) -> dict[str, Any]:
+    def explicit_options(self) -> dict[str, Any]:
         """Return the options that were set, by name."""
         return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
 
@@ -143,6 +143,7 @@ def _check_name(option: str, value: str | None, allowed: tuple[str, ...]) -> Non
 
 
 def _check_names(option: str, values: Iterable[str], allowed: tuple[str, ...], noun: str) -> None:
+    # A string is iterable too: 'row_wise' would be read as eight types of one letter each.
     if isinstance(values, str):
         raise ConfigError(f"{option}={values!r}: a list is needed. Write [{values!r}].")
     values = list(values)
@@ -156,15 +157,18 @@ def _check_names(option: str, values: Iterable[str], allowed: tuple[str, ...], n
 
 # ------------------------------------------------------------------------------------------------- options by name
 
-Given = Mapping[str, TableOptions | Mapping[str, Any]]
+OptionsByName = Mapping[str, TableOptions | Mapping[str, Any]]
 """Options by table name, by full name (where two collections use one name), or by a pattern of either: "user_*"."""
 
+# Patterns are recognized only for messages: `fnmatchcase` takes a name without these characters literally.
 WILD = re.compile(r"[*?\[\]]")
 """What makes a name a pattern, as in file names."""
 
 
-def options_by_table(tables: list[Table], everywhere: TableOptions, user_options: Given) -> dict[str, TableOptions]:
-    """Return the options of every table by its full name: `everywhere`, overridden by what was `given` for it.
+def options_by_table(
+    tables: list[Table], everywhere: TableOptions, user_options: OptionsByName
+) -> dict[str, TableOptions]:
+    """Return the options of every table by its full name: `everywhere`, overridden by the user's for it.
 
     A later pattern overrides an earlier one, option by option, a name any pattern, and a full name a name.
     Raises ConfigError: a name or pattern that matches no table (with near matches); an option that does not exist;
@@ -173,11 +177,12 @@ def options_by_table(tables: list[Table], everywhere: TableOptions, user_options
     parsed = _parsed(user_options)
     names = {name for table in tables for name in (table.name, table.full_name)}
     for name in parsed:
+        # Exact names come first: a name may contain a bracket, which would make it a pattern that does not fit itself.
         if name in names or any(fnmatchcase(table_name, name) for table_name in names):
             continue
         problem = f"no table fits {name!r}" if WILD.search(name) else f"there is no table {name!r}"
         raise ConfigError(f"tables: {problem}{did_you_mean(WILD.sub('', name), names)} {_known_in_words(tables)}")
-    return {table.full_name: _of_table(table, everywhere, parsed) for table in tables}
+    return {table.full_name: _table_options(table, everywhere, parsed) for table in tables}
 
 
 def _known_in_words(tables: list[Table]) -> str:
@@ -187,13 +192,14 @@ def _known_in_words(tables: list[Table]) -> str:
 
 
 def refuse_named_odd_dims(
-    tables: list[Table], odd_tables: list[Table], reasons: Mapping[str, str], user_options: Given
+    tables: list[Table], odd_tables: list[Table], reasons: Mapping[str, str], user_options: OptionsByName
 ) -> None:
     """Raise ShardingError where a name or pattern fits only tables of odd dims, and is not about replicating them.
 
-    of_odd_dims: see FoundTables. why: path of a collection -> the reason why it is not sharded.
+    reasons: path of a collection -> the reason why it is not sharded.
     """
     for name, options in _parsed(user_options).items():
+        # A pattern that also fits tables which can be sharded was meant for those.
         if options.replicated or any(_fits(table, name) for table in tables):
             continue
         odd = next((table for table in odd_tables if _fits(table, name)), None)
@@ -208,7 +214,7 @@ def _fits(table: Table, name: str) -> bool:
     return any(table_name == name or fnmatchcase(table_name, name) for table_name in (table.name, table.full_name))
 
 
-def replicated_collections(tables: list[Table], user_options: Given) -> set[str]:
+def replicated_collections(tables: list[Table], user_options: OptionsByName) -> set[str]:
     """Return the collections, by path, of which all tables are replicated: they stay ordinary layers.
 
     Names that match no table are ignored. Raises ConfigError: options that contradict each other; an
@@ -218,7 +224,7 @@ def replicated_collections(tables: list[Table], user_options: Given) -> set[str]
     paths: set[str] = set()
     for path in dict.fromkeys(table.collection for table in tables):
         collection_tables = [table for table in tables if table.collection == path]
-        replicated = [table for table in collection_tables if _of_table(table, TableOptions(), parsed).replicated]
+        replicated = [table for table in collection_tables if _table_options(table, TableOptions(), parsed).replicated]
         if len(replicated) == len(collection_tables):
             paths.add(path)
         elif replicated and not collection_tables[0].pooled:
@@ -229,7 +235,7 @@ def replicated_collections(tables: list[Table], user_options: Given) -> set[str]
     return paths
 
 
-def _parsed(user_options: Given) -> dict[str, TableOptions]:
+def _parsed(user_options: OptionsByName) -> dict[str, TableOptions]:
     if not isinstance(user_options, Mapping):
         raise ConfigError(f"tables={user_options!r}: a dict from table names to options is needed.")
     return {name: _as_options(name, options) for name, options in user_options.items()}
@@ -238,6 +244,7 @@ def _parsed(user_options: Given) -> dict[str, TableOptions]:
 def _as_options(name: str, options: TableOptions | Mapping[str, Any]) -> TableOptions:
     if isinstance(options, TableOptions):
         return options
+    # Checked here and not left to the constructor, whose TypeError names neither the table nor a near match.
     allowed = [field.name for field in fields(TableOptions)]
     if not isinstance(options, Mapping):
         raise ConfigError(f"tables[{name!r}]={options!r}: options are needed, some of {', '.join(allowed)}.")
@@ -253,13 +260,14 @@ def _as_options(name: str, options: TableOptions | Mapping[str, Any]) -> TableOp
         raise ConfigError(f"tables[{name!r}]: {error}") from None
 
 
-def _of_table(table: Table, everywhere: TableOptions, parsed: Mapping[str, TableOptions]) -> TableOptions:
+def _table_options(table: Table, everywhere: TableOptions, parsed: Mapping[str, TableOptions]) -> TableOptions:
     names = (table.name, table.full_name)
     fitting = [
         options
         for pattern, options in parsed.items()
         if pattern not in names and any(fnmatchcase(name, pattern) for name in names)
     ]
+    # The name before the full name, so that the latter wins. They may be equal, hence the dict.
     exact = [parsed[name] for name in dict.fromkeys(names) if name in parsed]
     try:
         return _merged([everywhere, *fitting, *exact])
@@ -272,9 +280,11 @@ def _merged(layers: list[TableOptions]) -> TableOptions:
     values: dict[str, Any] = {}
     for layer in layers:
         if not layer.replicated:
-            values |= layer.given()
-        elif replicated:  # options of earlier layers are for other tables of the pattern
-            values = layer.given()
+            values |= layer.explicit_options()
+        # Options of earlier layers are for other tables of the pattern. replicated=True refuses
+        # options next to it, so that merging them would fail.
+        elif replicated:
+            values = layer.explicit_options()
     return TableOptions(**values)
 
 
@@ -299,6 +309,8 @@ class PlanningOptions:
     """Place tables as this file says, or the one in this checkpoint's folder; it must suit the model and the ranks."""
 
     def __post_init__(self) -> None:
+        # Both are parsed for their errors only, so that a wrong value fails
+        # where the strategy is made, and not on the ranks.
         as_bandwidths(self.bandwidths)
         reservation_of(self.reserve, {})
         if self.estimate_pooling < 0:

@@ -35,12 +35,15 @@ class Reservation:
 
     def with_dense(self, dense_bytes: int, memory_bytes: int) -> "Reservation":
         """Return the bytes of layers without tables in place of the default, if they need more."""
+        # Only the default gives way: what the user set stays, even where layers without tables need more.
         if self != DEFAULT or dense_bytes <= self.bytes_of(memory_bytes):
             return self
         return Reservation(fixed_bytes=dense_bytes, origin="what layers without tables need, more than 15%")
 
     def of_host(self) -> "Reservation":
         """Return the reservation of the host's memory, for ranks that have a GPU."""
+        # Bytes that are reserved of a GPU say nothing about its host, of
+        # whose memory the default share is reserved then.
         return Reservation(share=DEFAULT.share if self.fixed_bytes else self.share, origin=self.origin)
 
     @property
@@ -58,13 +61,14 @@ def reservation_of(option: str | None, environment: Mapping[str, str]) -> Reserv
     Raises ConfigError: it is not above 0 (the variable may be 0), leaves nothing, or has a unit that is not known.
     """
     if option is not None:
-        return _of_argument(option)
+        return _parse_reserve(option)
     text = environment.get(VARIABLE, "").strip()
     if not text:
         return DEFAULT
     try:
         percent = float(text)
     except ValueError:
+        # All comparisons with nan are false, so that the check below refuses it.
         percent = float("nan")
     if not 0 <= percent < 100:
         raise ConfigError(
@@ -74,9 +78,10 @@ def reservation_of(option: str | None, environment: Mapping[str, str]) -> Reserv
     return Reservation(share=percent / 100, origin=f"environment {VARIABLE}")
 
 
-def _of_argument(value: str) -> Reservation:
+def _parse_reserve(value: str) -> Reservation:
     option = f"planning.reserve={value!r}"
     hint = "Write a percentage such as '15%', or a size such as '4GB'."
+    # A number without a unit may mean bytes, GB or percent.
     if not isinstance(value, str) or re.fullmatch(r"[\s\d.]*", value):
         raise ConfigError(f"{option} has no unit. {hint}")
     if match := PERCENT.fullmatch(value):
@@ -138,15 +143,16 @@ def make_topology(
     """Return torchrec's description of the ranks.
 
     memory: what each rank has for tables and their exchange, without what is reserved for all else. It may be unequal;
-    row-wise shards stay equal, because lookups find a row's rank by dividing.
-    Where nodes are not alike, for which torchrec has no word, each rank is described as a node of its own: everything
-    then travels at the speed between nodes.
+    row-wise shards stay equal, because lookups find a row's rank by dividing. Where nodes are not alike each rank is
+    described as a node of its own.
     """
     on_gpu = device.type == "cuda"
     collectives = BasicCommsBandwidths if on_gpu else GlooBandwidths
     with silence_torchrec():
         topology = Topology(
             world_size=layout.num_ranks,
+            # torchrec has one number of ranks for all nodes. Where it differs each rank counts as a node of its own, so
+            # that everything is assumed to be sent at the speed between nodes.
             local_world_size=layout.ranks_on_node if layout.alike else 1,
             compute_device=device.type,
             hbm_mem_bw=bandwidths.device_memory.bytes_per_millisecond,

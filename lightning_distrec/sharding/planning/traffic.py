@@ -68,6 +68,7 @@ class Traffic:
         node, on_node, stays = self._nodes()
         total = np.zeros(len(node))
         for flow in self._flows(kind):
+            # Sums by node in place of a matrix of all pairs of ranks: plans may be for thousands of them.
             to_own_node = np.bincount(node, flow.to_rank)[node]
             total += to_own_node - flow.to_rank + flow.from_rank * (on_node[node] - 1)
             total += np.where(stays, flow.ring, 0.0) + flow.ring_on_node[node]
@@ -93,6 +94,7 @@ class Traffic:
             total += on_node[:, None] * np.bincount(node, flow.to_rank)[None, :]
             total += np.bincount(node, flow.from_rank)[:, None] * on_node[None, :]
             total += on_node[:, None] * (flow.to_node[None, :] + flow.from_node[:, None])
+            # Several ranks of a node may send to the same node, of which an indexed `+=` would count only the last.
             np.add.at(total, (node, np.roll(node, -1)), flow.ring)
         np.fill_diagonal(total, np.bincount(node, self.within_node(kind)))
         return total
@@ -103,7 +105,8 @@ class Traffic:
         ranks = np.arange(len(node))
         total = np.zeros((len(node), len(node)))
         sender, receiver = np.meshgrid(ranks, ranks, indexing="ij")
-        place = ranks % on_node[node]  # where it counts, nodes are alike, and their ranks follow one another
+        # The local rank. It counts only where nodes are alike, whose ranks follow one another.
+        place = ranks % on_node[node]
         same_local_rank = (place[sender] == place[receiver]) & (node[sender] != node[receiver])
         next_on_node = ranks - place + (place + 1) % on_node[node]
         for flow in self._flows(kind):
@@ -141,8 +144,10 @@ def estimate_traffic(
     groups: dict[tuple[str, str], list[PlannedTable]] = {}
     wide, flat = set(), set()
     for table in tables:
+        # A collection's ids are sent in one tensor: one large table makes those of all its tables 8 bytes long.
         if table.num_rows > SMALL_ROWS:
             wide.add(table.collection)
+        # Ids that are sent once have no bags: each feature of the collection is sent with one length for the batch.
         if table.deduplicated:
             flat.add(table.collection)
         groups.setdefault((table.collection, table.sharding_type), []).append(table)
@@ -152,14 +157,17 @@ def estimate_traffic(
                 f"table '{group[0].name}' is sharded {sharding_type!r}, whose exchanges are not known. Use one of "
                 f"{', '.join(_BY_TYPE)}."
             )
+        # Gradients of one exchange are one tensor, so that those of frozen tables are sent along.
         learns = any(table.learns for table in group)
         bags = 1 if collection in flat else batch_size
         exchange = _Exchange(traffic, batch_size, bags, comms, 8 if collection in wide else 4, learns)
         if sharding_type != "data_parallel":
-            words = 4 if group[0].weighted else 3  # numbers of lengths, of ids, of weights, and the batch's size
+            # Numbers of lengths, of ids, of weights, and the batch's size.
+            words = 4 if group[0].weighted else 3
             traffic.flows[IDS].to_rank += words * SIZE_BYTES
         for table in group:
             _BY_TYPE[sharding_type](exchange, table)
+    # After the loop, so that one rank refuses a sharding type that several would refuse.
     if num_ranks == 1:
         return Traffic(layout, {kind: _no_flow(1, 1) for kind in TRAFFIC_KINDS})
     return traffic
@@ -187,6 +195,7 @@ class _Exchange:
 
     def __post_init__(self) -> None:
         self.forward_bytes = COMM_BYTES[self.comms.forward]
+        # 0 for frozen tables: each method below adds gradients without asking whether there are any.
         self.backward_bytes = COMM_BYTES[self.comms.backward] if self.learns else 0
 
     def all_rows(self, table: PlannedTable) -> None:
@@ -207,6 +216,7 @@ class _Exchange:
         if not table.pooled:
             self._back(share * self._num_ids(table) * table.dim)
             return
+        # Each rank has partial sums of the bags of all ranks: a ring passes on R - 1 blocks, each of one rank's batch.
         numbers = (layout.num_ranks - 1) * self.batch_size * table.dim * len(table.pooling_factors)
         self.traffic.flows[ROWS].ring += numbers * self.forward_bytes
         self.traffic.flows[ROW_GRADIENTS].ring += numbers * self.backward_bytes
@@ -261,6 +271,7 @@ _BY_TYPE = {
 
 def _blocks(num_rows: int, num_ranks: int) -> Vector:
     """Return, (num_ranks,), the share of the rows in each rank's block; all but the last blocks are of one size."""
+    # As torchrec's row-wise types: blocks of ceil(rows / ranks), and what remains for the last rank.
     ends = np.minimum(np.arange(1, num_ranks + 1) * -(-num_rows // num_ranks), num_rows)
     share: Vector = np.diff(ends, prepend=0) / num_rows
     return share
@@ -272,6 +283,7 @@ ROW_ID_BYTES = 4
 
 def touched_rows(rows: int, ids: float) -> float:
     """Return how many different rows `ids` evenly spread ids touch."""
+    # The limit of rows * (1 - (1 - 1 / rows) ** ids) for many rows; expm1 keeps the digits of a small share.
     return rows * -math.expm1(-ids / rows)
 
 
@@ -284,6 +296,8 @@ def replica_bytes(
     counted as rings.
     """
     total, replicas = np.zeros(layout.num_ranks), layout.num_replicas
+    # Bytes sent for each byte: by a ring's all-gather, and by its all-
+    # reduce, which is a reduce-scatter and an all-gather.
     gathered, reduced = replicas - 1.0, 2.0 * (replicas - 1) / replicas
     for table in tables:
         if not table.learns:
@@ -291,9 +305,12 @@ def replica_bytes(
         ids = batch_size * layout.num_ranks * sum(table.pooling_factors) * sync_interval
         for rank, rows, columns in zip(table.ranks, table.shard_rows, table.shard_columns, strict=True):
             shard_ids = ids * rows / table.num_rows
+            # Two upper bounds, as in `ShardUpdates`: evenly spread ids, and the share of different ids.
             touched = min(touched_rows(rows, shard_ids), shard_ids * table.distinct_share)
             all_touched = min(touched_rows(rows, shard_ids * replicas), shard_ids * replicas * table.distinct_share)
             row_bytes = FLOAT_BYTES * columns
+            # In each step the groups sum up gradients, which is exact. Over longer
+            # intervals rows and optimizer state are averaged.
             if sync_interval == 1:
                 sparse = gathered * touched * (ROW_ID_BYTES + row_bytes)
                 total[rank] += reduced * rows * row_bytes if table.update == "dense" else sparse

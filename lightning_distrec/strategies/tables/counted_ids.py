@@ -28,12 +28,14 @@ def with_counted_ids(inputs: SetUpInputs, decisions: Decisions) -> dict[str, Tab
     """
     counts, total, notes = IdCounts.none(), 0, []
     num_batches = inputs.settings.planning.estimate_pooling
+    # Every rank takes part in the exchange below, also one that counts nothing.
     local = _count(inputs.trainer, inputs.module, num_batches, inputs.device) if num_batches else (counts, 0, [])
     for rank, (rank_counts, batches, rank_notes) in enumerate(inputs.consensus.all_gather(local)):
         counts.add(rank_counts)
         total += batches
         notes += [f"rank {rank}: {note}" for note in rank_notes]
     if total or notes:
+        # Tables with a pooling_factor of the user's are planned with that: their counts are of no interest.
         unset = [t for t in decisions.tables if decisions.constraints[t.full_name].options.pooling_factor is None]
         _report(unset, counts, total, inputs.consensus.num_ranks, notes)
     return counts.add_to(decisions.constraints, decisions.tables)
@@ -52,11 +54,15 @@ def _count(
                 if reason := peek_obstacle(loader):
                     notes.append(reason)
                     continue
+                # Closed within `unchanged`: the random generators of the
+                # dataset are restored when this generator is closed.
                 with closing(first_batches(loader, num_batches)) as batches:
                     for batch in batches:
                         counts.look_at(batch, *([] if declare is None else [declare(batch)]))
                         total += 1
-    except Exception as error:  # the user's loader fails in training again, where the error stops all ranks
+    # No raise: the other ranks wait in the exchange that follows. A loader that fails here fails in training again,
+    # where the error stops all ranks.
+    except Exception as error:
         notes.append(describe_error(error))
     return counts, total, notes
 

@@ -150,15 +150,14 @@ def follow(path: str, decisions: Decisions, facts: ClusterFacts) -> ShardingPlan
     Raises ConfigError, PlanError: see `load_plan` and `plan_for_run`.
     """
     not_updated = [name for name, update in decisions.updates.items() if update.kind == "frozen"]
-    device = facts.topology.compute_device
     plan = plan_for_run(
         load_plan(path, read_plan),
         f"plan_file='{path}'",
         decisions.tables,
-        decisions.constraints,
-        facts.layout,
-        device,
-        not_updated,
+        constraints=decisions.constraints,
+        layout=facts.layout,
+        device=facts.topology.compute_device,
+        frozen=not_updated,
     )
     rank_zero_info(f"Tables are sharded by the plan of plan_file='{path}'.")
     return plan
