@@ -210,11 +210,6 @@ class InfeasiblePlan:
     """The reason, to follow "table 'x' "."""
 
 
-def fits_alone(option: EstimatedOption, budget: MemoryBudget) -> bool:
-    """Return whether the option fits while all ranks are empty."""
-    return PartialPlan([[option]], budget).find_ranks(option) is not None
-
-
 def no_option_fits(options: Sequence[EstimatedOption], table: int, budget: MemoryBudget) -> InfeasiblePlan:
     """Return by how much a table, of which no option fits on empty ranks, is too large."""
     closest = min(options, key=lambda option: max(_missing(option, budget)))

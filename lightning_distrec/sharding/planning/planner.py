@@ -19,7 +19,6 @@ from lightning_distrec.sharding.planning.partial_plan import (
     MemoryBudget,
     PartialPlan,
     exceed_total_memory,
-    fits_alone,
     no_option_fits,
     pack_by_memory,
 )
@@ -56,7 +55,7 @@ def make_plan(
     all_options = estimated_options(tables, constraints, topology, batch_size)
     budget = budget_of(topology)
     options = [
-        [option for option in without_duplicates(table_options) if fits_alone(option, budget)]
+        [o for o in without_duplicates(table_options) if PartialPlan([[o]], budget).find_ranks(o) is not None]
         for table_options in all_options
     ]
     # A table that fits on no empty rank is reported by itself: the search could only find that nothing fits.
@@ -122,14 +121,16 @@ def _described(
         ids = estimate_batch_ids(
             [batch_size * factor for factor in factors], table.config.num_embeddings, update.distinct_share
         )
+        planned = plan.tables[table.full_name]
+        sends_rows = plan.num_ranks > 1 and planned.sharding_type != "data_parallel" and not table.pooled
         described[table.full_name] = replace(
-            plan.tables[table.full_name],
+            planned,
             collection=table.collection,
             pooled=table.pooled,
             weighted=bool(getattr(table.module, "is_weighted", lambda: False)()),
             pooling_factors=tuple(factors),
             distinct_share=ids.distinct_share,
-            deduplicated=_exchanges_rows(plan, table) and ids.repeat_enough and table.mapping is None,
+            deduplicated=sends_rows and ids.repeat_enough and table.mapping is None,
             update=update.update,
             optimizer=update.optimizer,
             update_milliseconds=option.milliseconds_by_part[option.size_numbers, TIME_PARTS.index("update")],
@@ -139,12 +140,6 @@ def _described(
             update_bytes_per_row=update.bytes_per_row,
         )
     return replace(plan, tables=described, batch_size=batch_size)
-
-
-def _exchanges_rows(plan: ShardingPlan, table: Table) -> bool:
-    """Whether rows of the table are sent, not bags."""
-    is_sent = plan.num_ranks > 1 and plan.tables[table.full_name].sharding_type != "data_parallel"
-    return is_sent and not table.pooled
 
 
 def _planned(table: Table, option: EstimatedOption, ranks: list[int]) -> PlannedTable:

@@ -22,7 +22,7 @@ from lightning_distrec.sharding.planning.report_text import (
     time_in_words,
     updates_in_words,
 )
-from lightning_distrec.sharding.planning.sharding_plan import Origin, ShardingPlan
+from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.planning.traffic import TRAFFIC_KINDS
 from lightning_distrec.units import format_bytes
 
@@ -78,17 +78,23 @@ def page(plan: ShardingPlan, pictures: dict[str, bytes] | None = None) -> str:
     if pictures is None and can_draw():
         pictures = draw_plan(plan)
     title = escape(headline(plan))
+    # Pictures are inside of the page, so that it can be sent and opened as one file.
+    images = [
+        f'<img alt="{escape(name.replace("_", " "))}" src="data:image/png;base64,{base64.b64encode(data).decode()}">'
+        for name, data in (pictures or {}).items()
+    ]
+    origins = _html_table(["quantity", "value", "origin"], plan.origins)
     parts = [
         f"<h1>{title}</h1>",
         _findings(plan),
         f'<p class="note">{_assumptions(plan)}</p>',
-        *(_picture(name, data) for name, data in (pictures or {}).items()),
+        *images,
         "" if pictures is not None else f'<p class="note">{escape(NO_PICTURES)}</p>',
         "<h2>Ranks</h2>",
         _ranks(plan),
         "<h2>Tables</h2>",
         _tables(plan),
-        *(["<h2>Where the numbers come from</h2>", _origins(plan.origins)] if plan.origins else []),
+        *(["<h2>Where the numbers come from</h2>", origins] if plan.origins else []),
     ]
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
     body = "\n".join(part for part in parts if part)
@@ -119,12 +125,6 @@ def _assumptions(plan: ShardingPlan) -> str:
     if plan.layout.num_ranks > 1:
         text += " Reductions over ranks are assumed to use rings."
     return escape(text)
-
-
-def _picture(name: str, data: bytes) -> str:
-    # Pictures are inside of the page, so that it can be sent and opened as one file.
-    encoded = base64.b64encode(data).decode("ascii")
-    return f'<img alt="{escape(name.replace("_", " "))}" src="data:image/png;base64,{encoded}">'
 
 
 def _ranks(plan: ShardingPlan) -> str:
@@ -185,10 +185,6 @@ def _row(table: PlannedTable) -> list[str]:
         table.update,
         some_ranks_in_words(sorted(set(table.ranks.tolist()))),
     ]
-
-
-def _origins(origins: Iterable[Origin]) -> str:
-    return _html_table(["quantity", "value", "origin"], origins)
 
 
 def _html_table(

@@ -67,10 +67,9 @@ class TableOptions:
     """How often an id is looked up in training until it gets a row of its own; None: once."""
 
     def __post_init__(self) -> None:
-        if self.embedding_update is not None:
-            check_embedding_update(self.embedding_update)
+        _check_name("embedding_update", self.embedding_update, EMBEDDING_UPDATES)
         if self.sharding_types is not None:
-            check_sharding_types(self.sharding_types)
+            _check_names("sharding_types", self.sharding_types, SHARDING_TYPES, "one sharding type")
         if self.compute_kernels is not None:
             _check_names("compute_kernels", self.compute_kernels, KERNELS, "one kernel")
         if self.min_partition is not None and (self.min_partition < 4 or self.min_partition % 4):
@@ -124,16 +123,6 @@ class TableOptions:
     def explicit_options(self) -> dict[str, Any]:
         """Return the options that were set, by name."""
         return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
-
-
-def check_embedding_update(value: str) -> None:
-    """Raise ConfigError where `value` is not a way to update tables."""
-    _check_name("embedding_update", value, EMBEDDING_UPDATES)
-
-
-def check_sharding_types(values: Iterable[str]) -> None:
-    """Raise ConfigError where one of `values` is not a sharding type, or where there is none."""
-    _check_names("sharding_types", values, SHARDING_TYPES, "one sharding type")
 
 
 def _check_name(option: str, value: str | None, allowed: tuple[str, ...]) -> None:
