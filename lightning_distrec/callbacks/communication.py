@@ -160,8 +160,7 @@ class Communication(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Collective. Gather the counts of all ranks."""
-        # Stopped first, so that the gather is not counted. All ranks make it or none does: a rank watches where the
-        # world has several ranks.
+        # Stopped first, so that the gather is not counted. All ranks make it, or none: each watches if not alone.
         watched = self._unwatch is not None
         self._stop()
         self._add_times()

@@ -107,8 +107,7 @@ class RecordBoard:
 
     def put(self, record: RankRecord, kind: str) -> None:
         """Leave a record of a kind, in place of the one before."""
-        # Setting a key does not wait for other ranks, as a collective would. JSON, because pickle would run what it
-        # reads.
+        # Setting a key waits for no other rank, as a collective would. JSON, because pickle runs what it reads.
         self._store.set(self._key(kind, self._rank), record.json())
 
     def records(self, kind: str, wait_seconds: float = 0.0) -> list[RankRecord]:

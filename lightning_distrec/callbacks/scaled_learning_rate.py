@@ -75,8 +75,7 @@ class ScaledLearningRate(Callback):
                 "number of ranks and would be scaled again. Run the finder without ScaledLearningRate, then set "
                 "base_ranks to the number of ranks it ran on."
             )
-        # Not world_size: the global batch grows with ranks that have batches of their own, and ranks of one pipeline
-        # share theirs.
+        # Not world_size: the global batch grows with ranks that have their own batches; those of a pipeline share one.
         num_ranks = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
         ratio = num_ranks / self._base_ranks
         self._factor = ratio if self._rule == "linear" else ratio**0.5
@@ -162,7 +161,7 @@ class ScaledSteps:
         self.is_stepping = False
         self._factor_at = factor_at
         self._groups: list[tuple[dict[str, Any], Any]] = []
-        # Hooks of torch, which run before the closure. Lightning's on_before_optimizer_step comes after backward, when
+        # torch's hooks run before the closure. Lightning's on_before_optimizer_step comes after backward, when
         # fused tables have used the rate.
         self._hooks = [
             optimizers[0].register_step_pre_hook(self._begin),
