@@ -12,7 +12,6 @@ from lightning.pytorch import LightningModule
 
 from lightning_distrec.advice.dry_module import DryModule, dry_module
 from lightning_distrec.errors import DistRecError
-from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.bandwidths import Bandwidth, bandwidth_request
 from lightning_distrec.sharding.planning.constraints import TableConstraints
 from lightning_distrec.sharding.planning.id_counts import MIN_FACTOR
@@ -20,7 +19,7 @@ from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.planning.topology import RankMemory, make_topology, reservation_of
 from lightning_distrec.sharding.planning.traffic import IDS, ROW_GRADIENTS, ROWS
 from lightning_distrec.sharding.sharders import HOST_KERNELS
-from lightning_distrec.sharding.sharding_groups import ShardingGroupOptions, checked_size
+from lightning_distrec.sharding.sharding_groups import NodeLayout, ShardingGroupOptions, checked_size
 from lightning_distrec.strategies.estimates.estimate import TablesShare
 from lightning_distrec.strategies.estimates.module_sizes import Job, dense_bytes
 from lightning_distrec.strategies.estimates.step_profile import StepProfile

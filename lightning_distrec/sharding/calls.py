@@ -17,6 +17,7 @@ from lightning_distrec.errors import IdsError
 
 FEATURE = "ids"
 """The one feature of a plain embedding's collection."""
+# The smallest id is not below 0, and the largest is below every limit: such a batch passes all checks of ranges.
 NO_IDS = (0, -1)
 _ID_TYPES = (torch.int64, torch.int32)
 _SHOWN = 5
@@ -33,6 +34,7 @@ def check_batch(
     Raises IdsError: types, lengths, offsets or weights do not fit.
     """
     values = features.values()
+    # Looked at first: `lengths()` below computes and keeps lengths where a batch has offsets only.
     offsets = features.offsets_or_none() if features.lengths_or_none() is None else None
     _check_type(call, "ids", values)
     if offsets is not None:
@@ -48,6 +50,7 @@ def check_batch(
     # All that is needed of the tensors' values is read at once.
     smallest_and_largest = list(torch.aminmax(values)) if values.numel() else []
     first_offset = [] if offsets is None else [offsets[0]]
+    # One sum for each feature, where all have one batch size: torchrec asks for these numbers too (length_per_key).
     sums = lengths.view(-1, bags).sum(1) if bags else lengths.sum()
     outside, on_gpu = [], gpu.is_on_gpu(values)
     if on_gpu and limits is not None and bags and smallest_and_largest:
@@ -70,6 +73,7 @@ def check_batch(
             f"{call} has {values.numel()} ids, but its lengths add up to {sum(numbers)}"
             f"{_list_counts(features.keys(), numbers)}. Each id must belong to one bag."
         )
+    # Kept in the KeyedJaggedTensor: torchrec would compute them once more, for which a GPU is waited for again.
     if bags and not keep_length_per_key(features, numbers):
         raise IdsError(f"{call} was made with a length_per_key that its lengths do not add up to, {numbers}.")
     return NO_IDS if all_inside else extremes
@@ -82,6 +86,7 @@ def _any_outside(values: Tensor, ids_per_feature: Tensor, limits: list[int]) -> 
     """
     ends = ids_per_feature.cumsum(0)
     feature = torch.searchsorted(ends, torch.arange(values.numel(), device=values.device), right=True)
+    # Where lengths add up to fewer ids, searchsorted returns a number behind the last feature; the caller raises later.
     feature.clamp_(0, len(limits) - 1)
     outside = (values < 0) | (values >= _on_device(tuple(limits), values.device)[feature])
     return outside.any().to(ends.dtype)
@@ -96,6 +101,7 @@ def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 def _read(on_gpu: bool, *tensors: Tensor) -> list[int]:
     """Return the values of all tensors, each of no or one dimension; the device is waited for once."""
     if on_gpu:
+        # One tensor and one copy to the host: each `int(tensor)` would wait for all that was queued before it.
         numbers: list[int] = torch.cat([tensor.view(-1) for tensor in tensors]).tolist()
         return numbers
     numbers = []
@@ -153,6 +159,7 @@ def _bag_text(features: KeyedJaggedTensor, lengths: Tensor) -> str:
 def rows_call(path: str, input: Tensor) -> KeyedJaggedTensor:
     """Return the ids of a call of nn.Embedding as one bag. path: of the embedding. Raises IdsError: no integers."""
     ids = _as_ids(path, input).flatten().contiguous()
+    # One bag is enough: an EmbeddingCollection returns a row for each id, whatever the examples are.
     lengths = torch.full((1,), ids.numel(), dtype=torch.int32, device=ids.device)
     return KeyedJaggedTensor(keys=[FEATURE], values=ids, lengths=lengths)
 
@@ -180,6 +187,7 @@ def bags_call(
         keys=[FEATURE],
         values=ids.flatten().contiguous(),
         offsets=_offsets(path, ids, offsets, include_last_offset),
+        # FBGEMM's forward makes them float32 as well.
         weights=None if weights is None else weights.flatten().contiguous().float(),
     )
     return features if padding_idx is None else _without_padding(path, features, padding_idx)
@@ -208,6 +216,7 @@ def _offsets(path: str, ids: Tensor, offsets: Tensor | None, include_last_offset
 
 
 def _without_padding(path: str, features: KeyedJaggedTensor, padding_idx: int) -> KeyedJaggedTensor:
+    # Checked before ids are left out: by wrong offsets they would be left out of other bags.
     check_batch(f"'{path}'", features, features.weights_or_none())
     ids, weights = features.values(), features.weights_or_none()
     keep = ids != padding_idx
@@ -215,6 +224,7 @@ def _without_padding(path: str, features: KeyedJaggedTensor, padding_idx: int) -
     return KeyedJaggedTensor(
         keys=[FEATURE],
         values=ids[keep],
+        # A bag begins behind the ids that stay of the bags before it.
         offsets=kept_before[features.offsets()],
         weights=None if weights is None else weights[keep],
     )

@@ -22,6 +22,7 @@ def is_sum_in_step(place: ShardPlace, args: Any, kwargs: dict[str, Any]) -> bool
     """Whether this is a sum or norm over all elements that every rank computes now."""
     options = {key for key, value in kwargs.items() if value not in (None, False)} - {*INPUTS, *ORDERS, "dtype"}
     is_single_weight = place.table.has_single_shards and place.kind == "weight"
+    # Only in the user's step, which every rank runs: elsewhere one rank may ask alone, and would wait for the others.
     return place.table.state.in_step and is_single_weight and not options and len(args) <= 2
 
 
@@ -53,6 +54,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, table: GuardedTable) -> Tensor:
         ctx.shape, ctx.table = values.shape, table
+        # In float64, so that the result hardly depends on how the table is sharded.
         total = values.sum(dtype=torch.float64)
         dist.all_reduce(total, group=table.state.group)
         return total.to(values.dtype)
@@ -81,12 +83,14 @@ class Gathering:
         """
         table: GuardedTable = values.place.table
         is_weight = any(values is weight for weight in table.weights)
+        # The grad mode too: what was gathered under no_grad has no graph, and a loss may read it next.
         key = (self.state.num_changes, torch.is_grad_enabled())
         if is_weight and self._last is not None and self._last[0] == key:
             return self._last[1]
         with without_guard():
             if not is_weight and not table.has_single_shards:
                 raise values.place.refusal("after an operation, on a table with several shards on a rank")
+            # By row and column, as `rectangles` are: ranks send values only, and know each other's order.
             weights = sorted(table.weights, key=lambda weight: (weight.place.row, weight.place.column))
             full: Tensor = _Gather.apply(self, *(weights if is_weight else [values.as_subclass(Tensor)]))
         # All ranks begin and end steps together, so that they agree about what is gathered once more.
@@ -100,6 +104,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gathering: Gathering, *shards: Tensor) -> Tensor:
         ctx.gathering, num_ranks = gathering, len(gathering.rectangles)
+        # As long as the largest rank's shards: all_gather_into_tensor takes equal sizes.
         local = shards[0].new_zeros(gathering.num_elements)
         local[: sum(shard.numel() for shard in shards)] = torch.cat([shard.reshape(-1) for shard in shards])
         gathered = local.new_empty(num_ranks * gathering.num_elements)
@@ -159,8 +164,10 @@ def sharded_l2(module: nn.Module) -> Tensor:
     ]
     if not sharded and not replicated:
         raise ShardingError(f"sharded_l2: {type(module).__name__} has no embedding tables.")
+    # Replicated weights need no all-reduce: every rank computes the same term.
     terms = [p.float().square().sum() for p in replicated]
     if sharded:
+        # One function for the shards of all tables, and so one all-reduce.
         terms.append(_SumOfSquares.apply(sharded[0].place.table, *sharded))
     return torch.stack(terms).sum()
 
@@ -172,6 +179,7 @@ class _SumOfSquares(torch.autograd.Function):
     def forward(ctx: Any, table: GuardedTable, *weights: Tensor) -> Tensor:
         ctx.table = table
         write_back()
+        # Saved by autograd, which then refuses a backward after the user's optimizer has written to them.
         ctx.save_for_backward(*weights)
         norms = [torch.linalg.vector_norm(weight, dtype=torch.float64) for weight in weights]
         total = torch.stack(norms).square().sum()

@@ -55,6 +55,7 @@ def table_shards(weight: Tensor, groups: ShardingGroups) -> list[TableShard]:
     shards = []
     for metadata in weight.metadata().shards_metadata:
         assert metadata.placement is not None
+        # The metadata names one rank. With replicas, the rank at its position in each group has the same shard.
         holder = metadata.placement.rank()
         assert holder is not None
         (row, column), (rows, columns) = metadata.shard_offsets, metadata.shard_sizes
@@ -81,6 +82,7 @@ def redistribute(sources: list[TableShard], targets: list[TableShard], device: t
 
     Sources that overlap must hold the same values. Nothing is sent where every rank already has what it needs.
     """
+    # All ranks have the same lists, but for the tensors: they return here together, or broadcast together.
     if all(any(_same_place(source, target) for source in sources) for target in targets):
         for target in targets:
             if target.tensor is not None:
@@ -137,7 +139,9 @@ def init_rows(table: Table, targets: list[TableShard], seed: int) -> None:
         for block in range(target.row // BLOCK_ROWS, (target.row + target.num_rows - 1) // BLOCK_ROWS + 1):
             start = block * BLOCK_ROWS
             rows = min(BLOCK_ROWS, config.num_embeddings - start)
+            # All columns, though a column-wise shard keeps some: the draws must be those of the unsharded table.
             values = torch.empty(rows, config.embedding_dim, device=target.tensor.device)
+            # By the global generator, since init functions take none; forked, so that the user's draws go on.
             with torch.random.fork_rng(devices=[values.device] if values.is_cuda else []), torch.no_grad():
                 torch.manual_seed(_seed(seed, table.full_name, block))
                 config.init_fn(values)
@@ -145,6 +149,7 @@ def init_rows(table: Table, targets: list[TableShard], seed: int) -> None:
 
 
 def _seed(seed: int, name: str, block: int) -> int:
+    # Not Python's hash, which differs between processes. 63 bits fit into torch's signed seeds.
     digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -163,6 +168,7 @@ def _without_replicas(shards: list[TableShard]) -> list[TableShard]:
 def _sent(source: TableShard, device: torch.device) -> Iterator[tuple[TableShard, Tensor]]:
     """Collective. Yield the blocks of a shard with their values, which its rank sends to all others."""
     for chunk in _chunks(source):
+        # float32 holds half precision exactly, and copying into the target brings the same bits back.
         buffer = (
             chunk.tensor.detach().to(device, torch.float32).contiguous()
             if chunk.tensor is not None
@@ -173,6 +179,7 @@ def _sent(source: TableShard, device: torch.device) -> Iterator[tuple[TableShard
 
 
 def _chunks(shard: TableShard) -> Iterator[TableShard]:
+    # 4 bytes for each number: rows are sent in float32.
     rows_at_once = max(1, CHUNK_BYTES // (4 * shard.num_columns))
     for first in range(0, shard.num_rows, rows_at_once):
         rows = min(rows_at_once, shard.num_rows - first)

@@ -77,6 +77,7 @@ class PlainEmbeddings:
         """Return a collection around the embedding's own weight, or why it stays unsharded; None: not requested."""
         self._seen.append(path)
         selected = self._conversion.selected
+        # A proxy inherits from nn.Embedding, and is sharded already.
         if isinstance(plain, ShardedProxy) or selected == "none":
             return None
         named = not isinstance(selected, str)
@@ -130,6 +131,7 @@ class PlainEmbeddings:
 def _overridden(kind: type[Plain]) -> str:
     """Return the first name by which a subclass may compute something else than its lookup does, or ""."""
     base: type[nn.Module] = nn.Embedding if issubclass(kind, nn.Embedding) else nn.EmbeddingBag
+    # By all classes down to torch's own: a base class of the user's may compute something else, too.
     for subclass in kind.__mro__[: kind.__mro__.index(base)]:
         for name in vars(subclass):
             if hasattr(base, name) and name not in HARMLESS:
@@ -153,10 +155,12 @@ def _collection(path: str, plain: Plain) -> EmbeddingBagCollection | EmbeddingCo
         "feature_names": [FEATURE],
         # FBGEMM does not train bfloat16 rows everywhere; a bfloat16 table becomes a float32 one.
         "data_type": DataType.FP16 if plain.weight.dtype == torch.float16 else DataType.FP32,
+        # As nn.Embedding draws its rows; for rows that get another id, and tables on meta.
         "init_fn": torch.nn.init.normal_,
     }
     if isinstance(plain, nn.EmbeddingBag):
         bag_config = EmbeddingBagConfig(**options, pooling=POOLINGS[plain.mode])
+        # On meta, so that no second table is made. The user's own Parameter object takes the place of its weight.
         bags = EmbeddingBagCollection(tables=[bag_config], device=torch.device("meta"))
         bags.embedding_bags[name].weight = plain.weight
         return bags

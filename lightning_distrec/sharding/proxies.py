@@ -83,6 +83,7 @@ class ShardedProxy(HoldsMappings):
             refuse_module("exported or traced", self.path)
         looked_up = None if self.prefetched is None else self.prefetched.take(self.path, args)
         if looked_up is None:
+            # Features are made inside of the lookup, where other ranks wait: it sends them what fails in making these.
             looked_up = self.lookup(partial(self._features_or_failure, *args))
         return self.output(looked_up, *args)
 
@@ -94,6 +95,7 @@ class ShardedProxy(HoldsMappings):
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Return the tables as ShardedTensors, under the names that they have unsharded."""
         destination = {} if destination is None else destination
+        # Not nn.Module's: it would save this rank's shards under the names of full tables.
         state = self.sharded_state_dict()
         for key, name in self.keys.items():
             value = state[name]  # of a data-parallel table, a plain tensor with all of it
@@ -113,6 +115,7 @@ class ShardedProxy(HoldsMappings):
         self, state_dict: Mapping[str, Any], prefix: str, _: Any, __: bool, missing: list[str], *problems: list[str]
     ) -> None:
         """Load this rank's shards from unsharded tables, or from what `state_dict` returned."""
+        # nn.Module.load_state_dict calls this for each module. Children skip it, so that each table is loaded once.
         *_unexpected, errors = problems
         for key, name in self.keys.items():
             if f"{prefix}{key}" not in state_dict:
@@ -122,6 +125,7 @@ class ShardedProxy(HoldsMappings):
         self.load_mappings(state_dict, prefix, missing, errors)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        # No error yet: StochasticWeightAveraging copies the module at setup, whether or not it calls the copy.
         return _WithoutRows()
 
 
@@ -143,6 +147,7 @@ class _GuardedWeight(nn.Module):
     """The table's full name."""
 
     def __getattr__(self, name: str) -> Any:
+        # Parameters are not in `__dict__`, so that Python asks __getattr__ at every read of `.weight`.
         weight = super().__getattr__(name)
         if name == "weight" and not (isinstance(weight, ShardWeight) and weight.place.table.has_single_shards):
             raise refusal(self.table, "weight", ".weight")
@@ -233,6 +238,7 @@ def _kind_of(original: type[nn.Module]) -> type[ShardedProxy]:
     kind = next(KINDS[base] for base in original.__mro__ if base in KINDS)
     if original in KINDS:
         return kind
+    # isinstance finds the user's class, and our methods come first in the order of resolution.
     return type(original.__name__, (kind, original), {"__module__": original.__module__})
 
 
@@ -282,6 +288,7 @@ def make_proxy(
 
 
 def _register(module: nn.Module, key: str, weight: ProxyWeight) -> None:
+    # The same path of modules as unsharded, so that names in state_dicts and param groups stay.
     *path, name = key.split(".")  # "weight", or "embedding_bags.<table>.weight"
     for depth, child in enumerate(path):
         if child not in dict(module.named_children()):
@@ -295,6 +302,7 @@ def _register(module: nn.Module, key: str, weight: ProxyWeight) -> None:
 
 def replace_modules(root: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
     """Put each value wherever its key is in `root`: a collection with several names keeps them all."""
+    # A list, since the loop changes the tree that named_modules walks through.
     for path, module in list(root.named_modules(remove_duplicate=False)):
         if module in new:
             parent, _, name = path.rpartition(".")

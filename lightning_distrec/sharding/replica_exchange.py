@@ -23,6 +23,8 @@ def average_gradients(weights: Sequence[nn.Parameter], group: Any) -> None:
         return
     gradients = [None if weight.grad is None else _summed(weight.grad) for weight in weights]
     forms = [_NONE if g is None else _FIRST_SPARSE + len(g.values()) if g.is_sparse else _DENSE for g in gradients]
+    # First what each has: replicas see other ids, so that one may have no gradient where another has one.
+    # What follows is decided by the gathered forms, alike on all replicas.
     per_replica = _gathered(torch.tensor(forms, device=weights[0].device), group).tolist()
     sparse = []
     for i, kinds in enumerate(zip(*per_replica, strict=True)):
@@ -58,6 +60,7 @@ def _average_sparse(
     widths = [weight.shape[1] for weight in weights]
     sizes = [[count * width for count, width in zip(row_counts, widths, strict=True)] for row_counts in counts]
     # A shard with 2^31 rows would not fit into any rank's memory.
+    # With an empty one first, so that a replica without rows has something to send: all must exchange.
     sent_rows = [weights[0].new_empty(0, dtype=torch.int32), *(g.indices()[0].int() for g in local)]
     sent_values = [weights[0].new_empty(0, dtype=torch.float32), *(g.values().float().flatten() for g in local)]
     rows = _gathered_uneven(torch.cat(sent_rows), counts, group)
@@ -78,8 +81,10 @@ def _as_type(gradient: Tensor, dtype: torch.dtype) -> Tensor:
 def _gathered_uneven(sent: Tensor, sizes: list[list[int]], group: Any) -> list[tuple[Tensor, ...]]:
     """Collective. Return the parts of every replica. sizes: of each replica and part, its number of elements."""
     longest = max(map(sum, sizes))
+    # `sizes` was gathered, so that all replicas return here or none does.
     if not longest:
         return [(sent,) * len(sizes[0])] * len(sizes)
+    # all_gather_into_tensor takes equal sizes.
     padded = sent.new_zeros(longest)
     padded[: len(sent)] = sent
     gathered = _gathered(padded, group)
@@ -101,6 +106,7 @@ def union_of_rows(rows: Tensor, group: Any) -> Tensor:
     count = int(_gathered(rows.new_tensor([len(rows)]), group).max())
     if not count:
         return rows
+    # Below every row, so that unique() sorts the padding to the front.
     padded = rows.new_full((count,), -1)
     padded[: len(rows)] = rows
     rows_of_any = _gathered(padded, group).flatten().unique()
@@ -116,6 +122,7 @@ def average_rows(tensors: Sequence[Tensor], rows: Tensor | None, group: Any) -> 
     """
     width = sum(tensor[:1].numel() if tensor.dim() > 1 else 1 for tensor in tensors)
     num_rows = len(tensors[0]) if rows is None else len(rows)
+    # 4 bytes for each number: they are added up in float32, whatever the tensors' types.
     at_once = max(1, BLOCK_BYTES // (4 * width))
     for first in range(0, num_rows, at_once):
         end = min(first + at_once, num_rows)

@@ -96,12 +96,17 @@ class SortedRows:
     ) -> None:
         self._sorter, self._ends = sorter, ends
         lengths = ends.on_device.diff()
+        # A shard's rows follow those of the shard before, so that one sort serves all shards. With output_size given,
+        # repeat_interleave does not wait for the GPU.
         keys = rows.long() + first_keys.repeat_interleave(lengths, output_size=rows.numel())
+        # Stable: gradients of one row are added up in the order of its ids, in every run.
         self._keys, self._order = keys.sort(stable=True)
         is_new = pad((self._keys[1:] != self._keys[:-1]).long(), (1, 0), value=1)
+        # Sliced for a lookup of no ids, of which the padding alone is left.
         self._numbers = is_new[: rows.numel()].cumsum(0)
         """(num_ids,): how many different keys there are up to here."""
         before_shards = pad(self._numbers, (1, 0))[ends.on_device.index_select(0, first_features).long()]
+        # Sent in forward: backward reads it without waiting for what was queued in between.
         self._before_shards = gpu.HostCopy(before_shards)
 
     def sums(self, shard: int, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -235,6 +240,7 @@ class _Ids:
 def _layout(kernel: Any) -> _Layout:
     assert kernel.weights_precision in (SparseType.FP32, SparseType.FP16)
     tables = list(kernel.feature_table_map)
+    # Feature by feature: dims are those of the table (or column shard) that each feature looks up.
     return _Layout(
         tables,
         [kernel.embedding_specs[table][1] for table in tables],
@@ -297,6 +303,7 @@ def _weight_gradients(ctx: Any, gradient: Tensor) -> Tensor:
     Raises OptimizerError: the rows are no longer those that were looked up.
     """
     layout, ids, shards = ctx.layout, ctx.ids, ctx.shards
+    # These gradients are products with rows, which backward reads from the kernel's memory, not from a copy.
     if ctx.versions != _versions(shards):
         raise OptimizerError(
             f"backward comes to a lookup whose ids have weights that need a gradient, after rows of '{shards[0].table}'"
@@ -314,13 +321,14 @@ def _unused(
 ) -> set[int]:
     """Return the shards whose rows went into no loss: optimizers must then skip the table, as unsharded.
 
-    One backward serves all tables of a kernel, and yields zeros for tables whose rows were not used. `used` is this
-    rank's; where another rank's code has used the rows, some gradient is not 0. The host waits for a GPU once for that.
+    The host waits for a GPU once where a table is suspected.
     """
+    # One backward serves all tables of a kernel, and yields zeros for tables whose rows were not used.
     suspects = [] if used is None else [i for i in row_gradients if shards[i].table not in used]
     parts = [(i, values) for i in suspects for _, values in row_gradients[i]]
     if not parts:
         return set(suspects)
+    # `used` is this rank's. Where another rank's code has used the rows, some gradient is not 0.
     are_used = torch.stack([values.any() for _, values in parts]).tolist()
     return set(suspects) - {i for (i, _), is_used in zip(parts, are_used, strict=True) if is_used}
 
@@ -339,6 +347,7 @@ def _row_gradients(layout: _Layout, ids: _Ids, gradient: Tensor) -> Iterator[tup
         lengths = ids.offsets[first[feature] : first[feature + 1] + 1].diff()
         bags = bag_gradients[feature]
         if layout.mean:
+            # An empty bag has no ids for which it is repeated; 1 avoids a division by 0.
             bags = bags / lengths.clamp(min=1).unsqueeze(1)
         values = bags.repeat_interleave(lengths, dim=0, output_size=end - start)
         if ids.weights is not None:
@@ -366,13 +375,16 @@ def _gradient(
         rows = torch.cat([rows for rows, _ in row_gradients]).long()
         values = torch.cat([values for _, values in row_gradients])
     else:
+        # Other ranks may have looked up rows of the table: its optimizer must step on this shard too.
         rows = torch.empty(0, dtype=torch.long, device=weight.device)
         values = torch.empty(0, weight.shape[1], device=weight.device)
     if not shard.sparse:
+        # In the values' type, so that half precision rounds once, at the end.
         dense = torch.zeros(weight.shape, dtype=values.dtype, device=weight.device)
         return dense.index_add_(0, rows, values).to(weight.dtype)
     if sorted_rows is not None and row_gradients:
         rows, values = sorted_rows.sums(number, values)
+        # Autograd adds it to a gradient that is there, and the sum may have a row twice.
         shard.num_summed = len(rows) if weight.grad is None else None
     else:
         summed = torch.sparse_coo_tensor(rows.unsqueeze(0), values, weight.shape, check_invariants=False).coalesce()

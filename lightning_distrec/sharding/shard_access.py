@@ -101,6 +101,7 @@ class ShardPlace:
 
     def meta(self) -> Tensor:
         """Return a tensor without values of the shape that user code sees: one shard has it, others are empty."""
+        # One shard shows the full shape and others none: sums over parameters() count the table once.
         rows, columns = self.table.shape
         return torch.empty(rows if self.stands_for_table else 0, columns, device="meta")
 
@@ -145,6 +146,7 @@ _cached_kernels: "WeakSet[Any]" = WeakSet()
 
 def watch_caches(kernels: Iterable[Any]) -> None:
     """Note those FBGEMM kernels that have a cache."""
+    # FBGEMM gives kernels without cached tables an empty cache.
     caches = ((kernel, getattr(kernel, "lxu_cache_weights", None)) for kernel in kernels)
     _cached_kernels.update(kernel for kernel, cache in caches if cache is not None and cache.numel())
 

@@ -75,6 +75,7 @@ READ_GRADIENT: Any = Tensor.grad.__get__  # type: ignore[union-attr]
 
 def _guarded(_: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
     kwargs = kwargs or {}
+    # `==`, not `is`: each read of `Tensor.grad.__get__` makes another method wrapper.
     if func == READ_GRADIENT:  # zero_grad asks each weight at each step, and most have none
         with without_guard():
             if args[0].grad is None:
@@ -84,6 +85,7 @@ def _guarded(_: type, func: Callable[..., Any], types: Any, args: Any = (), kwar
         is_attribute = True
         attribute = func.__self__.__name__  # type: ignore[attr-defined]
         name = attribute if name == "__get__" else "data =" if attribute == "data" else "setting another"
+    # By the code that calls: a read of the shard is right in an optimizer, and wrong in the user's step.
     caller = _caller(inspect.currentframe())
     if caller == OWN or (name in DESCRIBES if not is_attribute else name not in VALUES | SHAPES):
         with without_guard():
@@ -114,6 +116,7 @@ class ShardWeight(nn.Parameter):
     __torch_function__: Any = classmethod(_guarded)
 
 
+# torch's optimizers take their foreach path for types that they list, by exact type.
 use_foreach_for(ShardWeight)
 
 
@@ -183,6 +186,7 @@ def _in_user_code(func: Callable[..., Any], name: str, is_attribute: bool, args:
     elif name.removeprefix("_foreach_") in ELEMENTWISE:
         if _is_in_place(name):
             place.note_write()
+            # A full weight that was gathered before is stale from here on.
             place.table.state.num_changes += 1
             if not isinstance(_first(args), (ShardValues, ShardWeight)):
                 raise place.refusal(f"{name} into a tensor that is none of its shards")
@@ -252,6 +256,7 @@ def _local(value: Any, place: ShardPlace) -> Any:
     if not isinstance(value, Tensor) or value.numel() == 1:
         return value
     try:
+        # Each element of the shard meets the element that it would meet in the full table.
         return place.narrow(torch.broadcast_to(value, place.table.shape))
     except RuntimeError:
         raise place.refusal(f"an operation with a tensor of shape {tuple(value.shape)}") from None
@@ -296,6 +301,8 @@ def _full_of_call(shard: Any) -> Tensor:
         frame = frame.f_back
     state = shard.place.table.state
     if state.init_call is None or state.init_call[0] is not frame or state.init_call[2] is not shard:
+        # kaiming_, xavier_ and others take several operations: those of one call share its full tensor.
+        # The frame is kept, not its id, which a later call's frame could have.
         state.init_call = frame, _full_like(shard), shard
     return state.init_call[1]
 
@@ -308,6 +315,7 @@ def _full_like(shard: Any) -> Tensor:
     shape = shard.place.meta().shape
     with without_guard():
         device, dtype = shard.device, shard.dtype
+    # Checked before: on the host, Linux kills a process that takes too much, without an error.
     num_bytes = shape.numel() * dtype.itemsize
     free = free_host_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
     if num_bytes > free:
@@ -323,6 +331,7 @@ def _fill(shard: Any, full: Tensor) -> Any:
     """Copy this rank's rectangles of a full table into `shard`, or into all of its shards where there are several."""
     place: ShardPlace = shard.place
     with without_guard():
+        # torch's own error: user code gets it unsharded too, and no_grad below would hide it.
         if shard.requires_grad and shard.is_leaf and torch.is_grad_enabled():
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
         if not place.stands_for_table:

@@ -120,6 +120,7 @@ class ShardedTables:
                 keeping.add(id(shard))
         for kernel, shards in self.kernels:
             if any(id(shard) in keeping for shard in shards):
+                # The hook replaces the output of a kernel for all of its tables.
                 assert all(id(shard) in keeping for shard in shards)
                 give_gradients(kernel, shards)
 
@@ -169,6 +170,7 @@ class ShardedTables:
 
     def full_weight(self, name: str, first: int, last: int) -> Tensor:
         """Collective. Return rows `first` to `last` (not included) of a table, by full name, on every host."""
+        # Replicas may differ between two synchronisations, and ranks of all groups must return the same rows.
         self.synchronize()
         weight, device = self._weight(name), self.shards[name][0].weight.device
         return gather_rows(table_shards(weight, self.groups), first, last, weight.dtype, device)
@@ -176,6 +178,7 @@ class ShardedTables:
     def put_originals_back(self) -> None:
         """Put the unsharded collections, which hold no rows, back into the module; the shards stay here."""
         for table in self.tables:
+            # User code may have frozen the table while a proxy was in its place.
             table.parameter.requires_grad_(self.learns(table.full_name))
         for original in self.originals.values():
             original.__dict__.pop("forward", None)  # see `put_proxies_back`
@@ -196,6 +199,7 @@ class ShardedTables:
     @contextmanager
     def removed(self) -> Iterator[None]:
         """Inside of the context the tables are not in the module tree, for what must not reach them."""
+        # Not deleted: with a placeholder, the children keep their order in the tree.
         placeholders: dict[nn.Module, nn.Module] = {module: nn.Module() for module in self.proxies.values()}
         replace_modules(self._module(), placeholders)
         try:
@@ -208,11 +212,11 @@ class ShardedTables:
 
         tables: those of the next sharding. Where the user has put another collection in the place of one that was
         sharded here, it brings rows of its own, and ours are not returned.
-        On GPUs the rows wait on the host and the shards are freed, so that the device never holds two sets of them.
         """
         originals = set(self.originals.values())
         staying = {table.full_name for table in tables if table.original in originals}
         rows = {name: shards for name, shards in self.table_shards().items() if name in staying}
+        # Rows wait on the host, so that the device never holds two sets of them; on a CPU they stay where they are.
         if any(s.tensor is not None and gpu.is_on_gpu(s.tensor) for shards in rows.values() for s in shards):
             rows = {name: [shard.on_host() for shard in shards] for name, shards in rows.items()}
             self._free_shards()
@@ -230,6 +234,7 @@ class ShardedTables:
                 fill_weight(table.module, table.local_key, weight, table.parameter.requires_grad)
             if table.plain is not None:
                 table.plain.weight = table.parameter
+            # train() and eval() have reached the proxy only.
             table.original.train(self.proxies[table.collection].training)
         self._free_shards()
 
@@ -238,6 +243,7 @@ class ShardedTables:
         return sharded_weights(self.sharded[table.collection], [table])[name]
 
     def _free_shards(self) -> None:
+        # Proxies hold bound methods of torchrec's modules, and with them the kernels' memory: all must go.
         self.sharded, self.proxies, self.shards, self.kernels = {}, {}, {}, []
         _tables.pop(self._module(), None)
 

@@ -44,6 +44,7 @@ HOST_KERNELS = ("fused_uvm", "fused_uvm_caching")
 """Kernels of tables in the host's memory, which a GPU reads from there."""
 
 
+# Rounding errors are half of the last bit: 2^-11 with fp16's 10 bits of mantissa, 2^-8 with the 7 of bf16.
 PRECISIONS = {"fp32": CommType.FP32, "fp16": CommType.FP16, "bf16": CommType.BF16}
 
 
@@ -71,6 +72,7 @@ class QuantizedComms:
 
     def registry(self) -> dict[str, Any] | None:
         """Return what torchrec's sharders take; None where nothing is rounded."""
+        # Tables with a registry of codecs cannot take the short path (pooled_sharding in _compat/torchrec_ids.py).
         if self.is_exact:
             return None
         config = QCommsConfig(forward_precision=PRECISIONS[self.forward], backward_precision=PRECISIONS[self.backward])

@@ -1,5 +1,7 @@
-"""Which ranks shard the tables together, and which have the same shards: torchrec's sharding and replica groups."""
+"""Which ranks share a node, which shard the tables with each other, and which have the same shards as replicas."""
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -112,6 +114,7 @@ def do_nothing() -> None:
     """Leave replicas as they are: there is one, or they are equal."""
 
 
+# Fits that follow each other use the same groups, which have sockets and threads of their own.
 _made: tuple[Any, dict[int, tuple[Any, Any, Any]]] | None = None
 
 
@@ -124,6 +127,7 @@ def make_groups(options: ShardingGroupOptions, ranks: Ranks, timeout: timedelta)
     if len(set(per_rank)) > 1:
         raise ConfigError(f"sharding_groups: ranks have unequal (size, sync_interval): {per_rank}. Give all the same.")
     size = checked_size(options, ranks.num_ranks)
+    # `size` and the number of ranks are alike on all ranks: all return here or none.
     if size == ranks.num_ranks:
         return ShardingGroups(ranks.rank, ranks.num_ranks, size)
     made = _process_groups(size, ranks, timeout)
@@ -133,6 +137,7 @@ def make_groups(options: ShardingGroupOptions, ranks: Ranks, timeout: timedelta)
 def _process_groups(size: int, ranks: Ranks, timeout: timedelta) -> tuple[Any, Any, Any]:
     """Collective. Return the process groups of this rank: of its group, of its replicas, and for ids sent ahead."""
     global _made
+    # Groups are gone with the default group of which they were made.
     if _made is None or _made[0] is not dist.group.WORLD:
         _made = (dist.group.WORLD, {})
     if size not in _made[1]:
@@ -146,5 +151,98 @@ def _process_groups(size: int, ranks: Ranks, timeout: timedelta) -> tuple[Any, A
 
 def _group_of(members: list[list[int]], rank: int, timeout: timedelta) -> Any:
     """Collective. Make process groups of these ranks; return the one that has `rank`."""
+    # new_group is collective over the job: every rank makes all groups, in one order, also those that it is not in.
     made = [dist.new_group(group_ranks, timeout) for group_ranks in members]
     return next(group for group, group_ranks in zip(made, members, strict=True) if rank in group_ranks)
+
+
+@dataclass(frozen=True)
+class NodeLayout:
+    """The ranks, and which of them share a node."""
+
+    node_of_rank: tuple[int, ...]
+    """Rank -> its node, numbered by first appearance."""
+    # Not compared: `alike` and saved plans compare the layout of one group.
+    num_replicas: int = field(default=1, compare=False)
+    """How many groups of ranks like these there are, each with a replica of the tables."""
+
+    @classmethod
+    def from_node_sizes(cls, *ranks_by_node: int) -> "NodeLayout":
+        """Return a layout of nodes with these numbers of ranks, in order."""
+        return cls(tuple(node for node, number in enumerate(ranks_by_node) for _ in range(number)))
+
+    @classmethod
+    def equal(cls, num_ranks: int, ranks_on_node: int) -> "NodeLayout":
+        """Return `num_ranks` ranks on nodes of `ranks_on_node` each; the last node may have fewer."""
+        return cls(tuple(rank // ranks_on_node for rank in range(num_ranks)))
+
+    @classmethod
+    def gathered(cls, reported: Sequence[tuple[int, int]]) -> "NodeLayout":
+        """Return the layout from what each rank reports: the number of its node, and how many ranks are on it.
+
+        Where a launcher gives all ranks the same node number, the ranks per node still separate the nodes.
+        """
+        numbers = list(dict.fromkeys(node for node, _ in reported))
+        layout = cls(tuple(numbers.index(node) for node, _ in reported))
+        if all(
+            layout.ranks_by_node[node] == local_size
+            for node, (_, local_size) in zip(layout.node_of_rank, reported, strict=True)
+        ):
+            return layout
+        # Launchers number the ranks of a node consecutively.
+        in_blocks: list[int] = []
+        while len(in_blocks) < len(reported):
+            local_size = max(1, min(reported[len(in_blocks)][1], len(reported) - len(in_blocks)))
+            in_blocks += [in_blocks[-1] + 1 if in_blocks else 0] * local_size
+        return cls(tuple(in_blocks))
+
+    def group_layout(self, size: int) -> "NodeLayout":
+        """Return the layout of each group of `size` consecutive ranks. Raises ConfigError: they have unequal ones."""
+        groups = [self.node_of_rank[first : first + size] for first in range(0, self.num_ranks, size)]
+        numbered = {tuple(list(dict.fromkeys(nodes)).index(node) for node in nodes) for nodes in groups}
+        if len(numbered) > 1:
+            raise ConfigError(
+                f"sharding_groups: size={size} makes groups that lie on unequal numbers of ranks of their nodes (the "
+                f"nodes have {', '.join(map(str, self.ranks_by_node))} ranks), and one plan is made for all groups. "
+                "Choose the ranks of a node, of some nodes, or a divisor of a node's."
+            )
+        return NodeLayout(numbered.pop(), self.num_ranks // size)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.node_of_rank)
+
+    @property
+    def ranks_by_node(self) -> tuple[int, ...]:
+        """Number of ranks on each node."""
+        counts = Counter(self.node_of_rank)
+        return tuple(counts[node] for node in range(len(counts)))
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return len(set(self.node_of_rank))
+
+    @property
+    def ranks_on_node(self) -> int:
+        """Number of ranks on the largest node."""
+        return max(self.ranks_by_node)
+
+    @property
+    def alike(self) -> bool:
+        """Whether nodes are as torchrec expects: equal numbers of ranks, numbered consecutively."""
+        return self == NodeLayout.from_node_sizes(*self.ranks_by_node) and len(set(self.ranks_by_node)) == 1
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks of a node as plans count them: all ranks where nodes are not alike."""
+        return self.ranks_on_node if self.alike else self.num_ranks
+
+    def ranks_on_same_node(self, rank: int) -> list[int]:
+        """Return the other ranks on a rank's node."""
+        return [r for r, node in enumerate(self.node_of_rank) if node == self.node_of_rank[rank] and r != rank]
+
+    def ranks_on_other_nodes(self, rank: int) -> list[int]:
+        """Return the ranks on other nodes than a rank's."""
+        return [r for r, node in enumerate(self.node_of_rank) if node != self.node_of_rank[rank]]

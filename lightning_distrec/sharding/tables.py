@@ -143,6 +143,7 @@ def find_tables(module: nn.Module, conversion: Conversion = NO_CONVERSION) -> Fo
     left_alone: dict[str, str] = {}
     skipped: list[str] = []
     plain = PlainEmbeddings(module, conversion)
+    # named_modules yields a collection with several names once, under the first one.
     for path, child in module.named_modules():
         if any(path.startswith(prefix) for prefix in skipped):
             continue
@@ -154,6 +155,7 @@ def find_tables(module: nn.Module, conversion: Conversion = NO_CONVERSION) -> Fo
         if isinstance(child, ShardedProxy):
             skipped.append(f"{path}.")
         elif type(child) in MANAGED:
+            # At the root the prefix is empty, so that nothing else is looked at.
             skipped.append(f"{path}." if path else "")
             managed = _managed_tables(path, child)
             if isinstance(managed, str):
@@ -174,6 +176,7 @@ def find_tables(module: nn.Module, conversion: Conversion = NO_CONVERSION) -> Fo
                 odd_tables += collection_tables
             else:
                 tables += collection_tables
+        # By name: looking for the class would import its module in every run.
         elif type(child).__name__ in FUSED and type(child).__module__.startswith(_OF_TORCHREC):
             raise ShardingError(
                 f"'{path}' is a {type(child).__name__}, which updates its tables inside of backward, on each rank by "
@@ -267,6 +270,7 @@ def _sharding_obstacle(module: nn.Module) -> str | None:
 
 def _refuse_shared_weights(tables: list[Table], odd_tables: list[Table]) -> None:
     """Refuse a weight that is in a sharded table and in another table, sharded or not."""
+    # By id: a shared weight is one Parameter object in several modules.
     first_with = {id(table.parameter): table.full_name for table in odd_tables}
     for table in tables:
         other = first_with.setdefault(id(table.parameter), table.full_name)

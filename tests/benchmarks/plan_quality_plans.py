@@ -12,7 +12,6 @@ from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 
 from lightning_distrec._compat.torchrec import silence_torchrec
-from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.bandwidths import AssumedBandwidths, bandwidth_request
 from lightning_distrec.sharding.planning.constraints import TableConstraints, allowed_types, torchrec_constraints
 from lightning_distrec.sharding.planning.planned_table import PlannedShard, PlannedTable, in_order
@@ -21,6 +20,7 @@ from lightning_distrec.sharding.planning.sharding_options import EstimatedOption
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.planning.topology import RankMemory, make_topology
 from lightning_distrec.sharding.sharders import EVERY_RANK_TYPES, sharders
+from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.sharding.tables import find_tables
 from tests.benchmarks.plan_quality_model import BATCH_SIZE, make_tables, options
 

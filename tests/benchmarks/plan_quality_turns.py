@@ -18,10 +18,10 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_distrec import TorchRecShardedStrategy
 from lightning_distrec.cluster.consensus import job_consensus
-from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.bandwidths import AssumedBandwidths, bandwidth_request, measured_bandwidths
 from lightning_distrec.sharding.planning.plan_file import PLAN_FILE, load_plan, save_plan
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
+from lightning_distrec.sharding.sharding_groups import NodeLayout
 from tests.benchmarks.performance_contenders import Clock, Turn
 from tests.benchmarks.performance_rounds import silence
 from tests.benchmarks.plan_quality_model import BATCH_SIZE, LitTables, batches, options

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_distrec.cluster.consensus import job_consensus
-from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.bandwidths import measured_bandwidths
+from lightning_distrec.sharding.sharding_groups import NodeLayout
 
 
 def measure(rank: int, places: NodeLayout) -> None:

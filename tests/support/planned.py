@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.planned_table import PlannedShard, PlannedTable
 from lightning_distrec.sharding.planning.sharding_plan import TIME_PARTS, PlanCost, ShardingPlan
 from lightning_distrec.sharding.sharders import QuantizedComms
+from lightning_distrec.sharding.sharding_groups import NodeLayout
 
 TYPES = ("table_wise", "column_wise", "row_wise", "table_row_wise", "table_column_wise", "data_parallel")
 

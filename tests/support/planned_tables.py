@@ -13,7 +13,6 @@ from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 
 from lightning_distrec._compat.torchrec import silence_torchrec
-from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.bandwidths import bandwidth_request
 from lightning_distrec.sharding.planning.constraints import TableConstraints, allowed_types, torchrec_constraints
 from lightning_distrec.sharding.planning.planner import estimate_plan
@@ -21,6 +20,7 @@ from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.planning.table_options import TableOptions
 from lightning_distrec.sharding.planning.topology import RankMemory, make_topology
 from lightning_distrec.sharding.sharders import sharders
+from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.sharding.tables import Table, find_tables
 
 Kind = Literal["uniform", "zipf", "giant", "tiny"]

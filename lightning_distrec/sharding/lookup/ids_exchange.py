@@ -57,9 +57,11 @@ class IdsExchange(_Exchange):
             splits = []
             for request in requests:
                 lookup = request.lookup
+                # Here, where the batch sizes of all ranks are known.
                 lookup.pad(request)
                 sharded = lookup.setup.sharded
                 request.context = sharded.create_context()
+                # torchrec would start an exchange of sizes for each module; one serves all of them below.
                 with defer_ids_exchange(sharded, group):
                     splits.append(sharded.input_dist(request.context, request.padded_features))
             contexts, are_small, learned = zip(*map(ABOUT_LOOKUPS, requests), strict=True)
@@ -97,6 +99,8 @@ class IdsExchange(_Exchange):
                 for request, wait in zip(self._requests, waits, strict=True):
                     request.ids = wait()
             if self._stream is not None:
+                # The step's stream waits for this one, the host does not. What was allocated here is used there:
+                # record_stream keeps the allocator from reusing the memory while the step reads it.
                 current = torch.cuda.current_stream(self._stream.device)
                 current.wait_stream(self._stream)
                 for request in self._requests:
@@ -137,11 +141,13 @@ class ShortExchange(_Exchange):
             chunks: list[Sequence[Tensor]] = []
             sent, received = [], []
             for request in self._requests:
+                # For each rank: lengths and ids of the first lookup, then those of the second, and so on.
                 ids, counts = _short(request), request.received
                 assert counts is not None
                 lengths = ids.path.num_lengths(ids.examples)
                 chunks += [ids.lengths.split(lengths), ids.ids.split(ids.counts)]
                 sent += [lengths, ids.counts]
+                # All ranks have this number of examples: other batches have left the short path in `start_exchange`.
                 received += [[ids.path.num_features * ids.examples] * len(counts), list(counts)]
             per_rank = list(zip(*received, strict=True))
             self._sizes = list(chain.from_iterable(per_rank))
@@ -166,6 +172,7 @@ class ShortExchange(_Exchange):
             with self._on_stream(), torch.no_grad():
                 self._work.wait()
                 parts = self._received.split(self._sizes)
+                # Rank by rank there are two parts for each lookup: its lengths and its ids.
                 step = 2 * len(self._requests)
                 for i, request in enumerate(self._requests):
                     ids = _short(request)
@@ -178,7 +185,9 @@ class ShortExchange(_Exchange):
                     for tensor in _short(request).arrived:
                         tensor.record_stream(current)
                     request.features.record_stream(current)  # pooling of means reads their lengths
-        self._work, self._sent, self._received = None, self._sent[:0], self._received[:0]
+        # Not slices, which would keep the memory as long as this object lives.
+        self._work, self._sent = None, self._sent.new_empty(0)
+        self._received = self._sent
 
     def drop(self) -> None:
         """Wait for what this rank has sent, without sending more: other ranks may not take part."""

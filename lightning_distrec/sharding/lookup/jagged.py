@@ -51,6 +51,7 @@ def _like(features: KeyedJaggedTensor, ids: Tensor, weights: Tensor | None) -> K
         lengths=features.lengths(),
         stride=None if variable else features.stride(),
         stride_per_key_per_rank=features.stride_per_key_per_rank() if variable else None,
+        # These were computed when the batch was checked; to compute them again, a GPU would be waited for.
         length_per_key=None if variable else features.length_per_key(),
         inverse_indices=features.inverse_indices_or_none(),
     )
@@ -66,6 +67,7 @@ class Padding:
 
     def pad(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return `features`, of one batch size, with empty bags up to `padded` examples."""
+        # Empty bags have no ids: ids and weights stay as they are, only lengths are added.
         lengths = features.lengths().view(len(features.keys()), self.examples)
         return KeyedJaggedTensor(
             keys=features.keys(),
@@ -79,6 +81,7 @@ class Padding:
         """Return `rows` without those of the padding: bags, or rows for each id."""
         if isinstance(rows, KeyedTensor):
             return KeyedTensor(rows.keys(), rows.length_per_key(), rows.values()[: self.examples])
+        # Padding has looked up no rows.
         return {n: JaggedTensor(values=r.values(), lengths=r.lengths()[: self.examples]) for n, r in rows.items()}
 
 
@@ -117,7 +120,9 @@ class DistinctIds:
         for name, distinct in rows.items():
             feature, values = feature_of[name], distinct.values()
             if feature in self._places:
+                # Its backward adds up the gradients of equal ids, before they are sent.
                 values = values.index_select(0, self._places[feature])
+            # torchrec returns ids as weights where a collection has need_indices=True.
             weights = None if distinct.weights_or_none() is None else self._ids[feature]
             expanded[name] = JaggedTensor(values=values, lengths=self._lengths[feature], weights=weights)
         return expanded

@@ -22,6 +22,7 @@ from lightning_distrec._compat.torch import FIRST_ORDERED, next_backward_number,
 from lightning_distrec._compat.torchrec import JAGGED_TENSOR_FIELDS, KEYED_TENSOR_VALUES
 from lightning_distrec.errors import OptimizerError
 
+# More than one lookup makes. Above FIRST_ORDERED, 2**60, 63 bits leave numbers for 2**46 lookups.
 _NODES_OF_A_LOOKUP = 2**16
 _lookups = count()
 
@@ -112,6 +113,7 @@ class LazyOutput:
     def get(self) -> Any:
         """Return the rows; waits for them the first time."""
         if self._wait is not None:
+            # The closure refers to the request and its ids: they are freed with the first access.
             wait, self._wait = self._wait, None
             with torch.set_grad_enabled(self._with_gradient), spans.span(spans.WAIT_OUTPUT_DIST):
                 self._rows = wait()
@@ -225,6 +227,7 @@ def _access_field(name: str) -> property:
 for _name in JAGGED_TENSOR_FIELDS:
     setattr(LazyJaggedTensor, _name, _access_field(_name))
 
+# torch's pytree goes by exact type: without this, code that flattens outputs would find a leaf, and no tensors.
 register_container(
     LazyKeyedTensor,
     lambda lazy: ([lazy.values()], (lazy.keys(), lazy.length_per_key())),

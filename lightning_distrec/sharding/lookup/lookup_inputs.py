@@ -39,6 +39,7 @@ class LookupInputs:
         self._name = f"'{self._path}'"
         self._features = feature_names(setup.tables)
         plain = setup.tables[0].plain
+        # nn.EmbeddingBag takes per_sample_weights, though its collection is not declared as weighted.
         self._keeps_weights = setup.is_weighted or (plain is not None and setup.pooled)
         self._table_of_feature = smallest_tables(setup.tables)
         self._limits = {feature: table.num_ids for feature, table in self._table_of_feature.items()}
@@ -62,6 +63,7 @@ class LookupInputs:
         if learned is not None:
             features = with_places(features)
         features = self._in_known_order(contiguous(features))
+        # With an error, too, ids go on in range: this rank takes part in the exchange by which others learn of it.
         is_bad = self._out_of_range(features, smallest, largest)
         if is_bad is None:
             return features, learned, None
@@ -111,6 +113,8 @@ class LookupInputs:
                 f"'{self._path}' needs the features {missing}, but was called with {keys}. "
                 "Give the KeyedJaggedTensor all features of the collection; empty bags are fine."
             )
+        # torchrec's module makes its input dist by the keys of its first call, and expects that order from then on.
+        # The caller's order is taken where it can be, so that later batches need no permutation.
         if order is None:
             order = list(keys) if set(keys) == set(self._features) else self._features
             self._setup.known_keys[self._path] = order
@@ -136,6 +140,7 @@ class LookupInputs:
         """
         keys, values = features.keys(), features.values()
         limits = [self._limits[key] for key in keys]
+        # Nearly every batch: two numbers that are on the host already are compared, and no tensor is made.
         if smallest >= 0 and largest < min(limits):
             return None
         counts = torch.tensor(features.length_per_key(), device=values.device)

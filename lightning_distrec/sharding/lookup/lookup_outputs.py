@@ -46,6 +46,7 @@ class LookupOutputs:
         """Let backward add to `used` the names of the tables whose rows get gradients."""
         for name, rows in jagged.items():
             if rows.values().requires_grad:
+                # Called before the kernel's backward, which reads `used`: gradients reach outputs first.
                 rows.values().register_hook(partial(_add, used, self._tables[name]))
 
     def jagged(self, rows: dict[str, JaggedTensor], frozen: set[str]) -> dict[str, JaggedTensor]:
@@ -77,6 +78,7 @@ class LookupOutputs:
         """Return zeros as the collection returns rows for `features`. Their gradients reach `looked_up`, as zeros."""
         if isinstance(looked_up, KeyedTensor):
             rows = looked_up.values()
+            # The sum over no rows adds nothing, and connects zeros with a lookup whose backward other ranks wait for.
             zeros = rows.new_zeros(features.stride(), sum(self.widths)) + rows[:0].sum()
             return KeyedTensor(self.names, self.widths, self._typed(zeros))
         outputs = {}
@@ -89,6 +91,7 @@ class LookupOutputs:
         if self._summed_means:
             bag_sizes = features.lengths().view(len(features.keys()), -1).clamp(min=1)
             for name, feature in self._summed_means.items():
+                # torchrec's own division is off: in collections of mixed types it divides other columns twice.
                 columns[name] = columns[name] / bag_sizes[features.keys().index(feature)].unsqueeze(1)
         return {name: self._output(name, columns[name], frozen) for name in self.names}
 

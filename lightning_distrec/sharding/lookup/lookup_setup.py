@@ -91,6 +91,7 @@ class LookupSetup:
     @cached_property
     def is_weighted(self) -> bool:
         """Whether the collection is weighted."""
+        # EmbeddingCollection has no such method.
         return bool(getattr(self.tables[0].module, "is_weighted", lambda: False)())
 
     @cached_property

@@ -66,7 +66,9 @@ class MappedIds:
         self._place, sharding = row_wise_sharding(sharded)
         tables = [(table.name, len(table.feature_names)) for table in sharding.embedding_tables()]
         self._tables = tables
+        # torchrec gives ranks blocks of this size, rounded up; the last ones may have fewer rows, or none.
         self._first_rows = {name: rank * -(-num_rows[name] // num_ranks) for name, _ in tables}
+        # Tables without a mapping keep torchrec's blocks: as buckets, one for each rank.
         buckets = {
             name: (mappings[name].spec.num_ids, mappings[name].spec.num_buckets)
             if name in mappings
@@ -107,6 +109,7 @@ class MappedIds:
             if name in self._mappings:
                 parts.append(self._rows_of(name, ids, counts[feature : feature + num_features]))
             else:
+                # Ids arrive as they are: it is torchrec's own input dist that subtracts the first row.
                 parts.append(ids - self._first_rows[name])
             feature, first = feature + num_features, end
         rows = torch.cat(parts)
@@ -126,6 +129,7 @@ class MappedIds:
                 ttl_hours = torch.tensor(mapping.spec.ttl_by_feature, device=ids.device)
                 ttl_hours = ttl_hours.repeat_interleave(torch.tensor(counts, device=ids.device))
             evicted = mapping.learn(ids) if ttl_hours is None else mapping.learn(ids, ttl_hours)
+            # Before the kernel reads them: an id must not start with another's row and optimizer state.
             if evicted.numel():
                 self._resets[name](evicted, mapping.ids.view(-1)[evicted])
         return mapping.find(ids)

@@ -141,6 +141,7 @@ class LookupConsensus:
         Raises on every rank: what is wrong with the lookup on one of them; IdsError: their forms differ.
         """
         fine, examples, form = self._values(request)
+        # The minima of a form and of its negative are opposite only where all ranks have one form.
         agreed = self._ranks.start_all_reduce_min(fine, examples, -examples, form, -form).wait()
         fine, smallest, negated, form, negated_form = agreed
         if not fine or form != -negated_form:
@@ -164,12 +165,15 @@ class LookupConsensus:
         return int(request.problem is None), request.num_examples, request.form
 
     def _raise(self, request: LookupRequest) -> None:
+        # Every rank comes here: it has decided by what all have exchanged.
         problem = request.problem
+        # Name and text, no pickle: an exception of the user's may not be picklable, or not be made from a text.
         described = None if problem is None else (type(problem).__name__, str(problem))
         per_rank = self._ranks.all_gather((described, request.form))
         for rank, (error, _) in enumerate(per_rank):
             if error is None:
                 continue
+            # This rank's own exception has the traceback of where it failed.
             if rank == self._ranks.rank and problem is not None:
                 raise problem
             name, text = error

@@ -113,6 +113,7 @@ class ShardedLookup:
     def prepare_ahead(self, features: Any) -> LookupRequest:
         """Return the same for a lookup that is prefetched, which goes the short path where it can."""
         request = self.prepare(features)
+        # Only ahead of a step: a control message must have brought the numbers of ids before they are sent.
         if self.short_path is not None and can_go_short(request.features):
             request.short = self.short_path.prepare(request.features)
         return request
@@ -169,8 +170,9 @@ class ShardedLookup:
             self.setup.mapped.optimizer_stepped()
 
     def begin_step(self) -> None:
-        """Forget the step before; an exchange of rows that nobody accessed must not outlive it."""
+        """Forget the step before."""
         self.second_gradients.forget()
+        # An exchange of rows that no code has accessed is waited for here, and does not outlive its step.
         lazy_outputs, self._lazy_outputs = self._lazy_outputs, []
         for output in lazy_outputs:
             output.get()
@@ -223,11 +225,13 @@ class PendingRows:
                 rows = outputs.jagged(request.restore(rows, outputs.features), self.frozen)
                 tensors += [jagged.values() for jagged in rows.values()]
         if request.short is not None:
+            # The exchange calls them once for all outputs, before it sends gradients.
             self._exchange.on_gradient = self._hooks
         elif self._hooks:
             for tensor in tensors:
                 for hook in self._hooks if tensor.requires_grad else ():
                     tensor.register_hook(hook)
+        # Operations above are ours, which a recorder of the step leaves out; the rows are what the step continues with.
         if OWN.note_rows is not None:
             OWN.note_rows(lookup.path, tensors)
         if lookup.setup.pooled:

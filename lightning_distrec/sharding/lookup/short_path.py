@@ -35,11 +35,13 @@ class ShortPath:
         self._keys: list[str] = []
         self._order: list[int] = []
         self._order_on_device: Tensor | None = None
+        # The last ranks may have fewer rows: torchrec rounds blocks up too.
         blocks = None if sharding.num_rows is None else [-(-rows // self.num_ranks) for rows in sharding.num_rows]
         self._blocks = None if blocks is None else torch.tensor(blocks, dtype=torch.int32, device=device)
         # Row-wise, every rank gets every feature; they are multiplied where the ids are divided among the ranks.
         self._sent = list(chain.from_iterable(sharding.features)) if blocks is None else local_features
         self._ends = [0, *accumulate(map(len, sharding.features))]
+        # Ids arrive rank by rank, and the kernel takes them feature by feature.
         order = [r * self.num_features + f for f in range(self.num_features) for r in range(self.num_ranks)]
         self._feature_order = None
         if self.num_features > 1:
@@ -49,6 +51,7 @@ class ShortPath:
         """Return the ids of a lookup, of which nothing has left this rank."""
         if features.keys() != self._keys:
             self._set_keys(features.keys())
+        # 32 bits are enough: collections with more rows have no short path (`has_small_ids`).
         lengths, ids = features.lengths().to(torch.int32), features.values().to(torch.int32)
         examples, num_ids = features.stride(), features.length_per_key()
         if self._order_on_device is not None:
@@ -88,6 +91,7 @@ class ShortPath:
     def look_up(self, ids: "ShortIds") -> "RowsExchange":
         """Collective. Look up ids that have arrived and send the rows back."""
         if self._kernel is None:
+            # A rank without rows takes part in both exchanges: by this leaf, backward reaches the second one.
             grad = torch.is_grad_enabled()
             rows = torch.empty(ids.examples * self.num_ranks, 0, device=self._device, requires_grad=grad)
         else:
@@ -198,6 +202,7 @@ class RowsExchange:
             ends = [0, *accumulate(map(len, self._sharding.widths))]
             for part, (first, end) in zip(sent.split(self._per_holder), pairwise(ends), strict=True):
                 if first < end:
+                    # Written to where they are sent from, without a copy in between.
                     torch.cat(gradients[first:end], dim=1, out=part.view(self._examples, -1))
             self._buffer = sent.new_empty(self._shape)
             self._work = dist.all_to_all_single(
@@ -223,6 +228,7 @@ class _SendRows(torch.autograd.Function):
     def forward(ctx: Any, exchange: RowsExchange, rows: Tensor) -> Tensor:
         ctx.exchange = exchange
         exchange.send_rows(rows)
+        # No values, a link between the two nodes: backward then runs the other one first, which sends.
         return rows.new_empty(0)
 
     @staticmethod

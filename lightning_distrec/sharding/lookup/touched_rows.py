@@ -46,6 +46,7 @@ class TouchedRows:
         for rows in self._kernels:
             rows.forget()
             for shard, flags in rows.flags_by_shard():
+                # Gradients that accumulate will change their rows after this, and belong to the next difference.
                 gradient = shard.weight.grad
                 if gradient is not None and gradient.is_sparse:
                     flags.index_fill_(0, gradient.coalesce().indices()[0], True)
@@ -100,6 +101,7 @@ class _KernelRows:
             def note(_: Tensor) -> None:
                 self._note(ids, offsets, sizes)
 
+            # Not noted in the forward: rows of a lookup without a backward do not change.
             output.register_hook(note)
 
     def _note(self, ids: Tensor, offsets: Tensor, batch_sizes: list[list[int]] | None) -> None:
@@ -111,6 +113,7 @@ class _KernelRows:
         if self._first_of_all is None:
             num_features = len(self._first_of_feature)
             if batch_sizes is None:
+                # A slice: a GPU would wait for numbers of the host.
                 ends = offsets[:: max(1, (len(offsets) - 1) // num_features)]
             else:
                 bags = torch.tensor([0, *(sum(bags_per_rank) for bags_per_rank in batch_sizes)]).cumsum(0)

@@ -23,6 +23,7 @@ from lightning_distrec.sharding.lookup.lookup_setup import LookupSetup
 from lightning_distrec.sharding.lookup.request import LookupRequest
 from lightning_distrec.sharding.shard_access import without_guards
 
+# For all runs: torchrec's modules may outlive one.
 _hooked: WeakSet[nn.Module] = WeakSet()
 
 
@@ -30,6 +31,7 @@ def with_places(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """Return `features` with the place of each weight, an int32, as the bits of a float32, which is what is copied."""
     weights = features.weights()
     places = torch.arange(weights.numel(), dtype=torch.int32, device=weights.device)
+    # torchrec permutes, repeats and sends weights of float32, and computes nothing from them: any bits survive.
     return with_weights(features, places.view(torch.float32))
 
 
@@ -100,6 +102,7 @@ class _Exchanged(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         sent, received, scale, group = ctx.exchange
+        # The way back: what was received is sent.
         returned = _exchange(gradient, received, sent, group)
         return returned if scale == 1 else returned * scale, None, None, None, None
 

@@ -86,9 +86,11 @@ class IdMapping(RowsOfIds):
         hour = current_hour()
         stamp = hour + spec.ttl_hours if spec.counts_hours else self.num_lookups
         all_ids = ids
+        # Ascending, each once: the outcome does not depend on the order of examples, nor on their ranks.
         ids, num_sights = torch.unique(ids, return_counts=True)
         num_sights, stamps = num_sights.int(), torch.full_like(num_sights, stamp, dtype=torch.int32)
         if ttl_hours is not None:
+            # An id of several features stays for the longest of their times.
             stamps.scatter_reduce_(0, torch.searchsorted(ids, all_ids), ttl_hours.int() + hour, "amax")
         rows, new, windows = self._look_for(ids)
         present = (rows >= 0).nonzero().squeeze(1)
@@ -110,10 +112,8 @@ class IdMapping(RowsOfIds):
         return evicted
 
     def _look_for(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the rows of ids, -1 for none; the places of these; the rows that they probe, (num_new, num_probes).
-
-        What the kernel does not find soon is compared with all that it would probe, which takes less time.
-        """
+        """Return the rows of ids, -1 for none; the places of these; the rows that they probe, (num_new, num_probes)."""
+        # What the kernel does not find soon is compared with all that it would probe, which takes less time.
         rows = self._probe(ids, _PROBED_AT_ONCE, may_share=False)
         far = (rows < 0).nonzero().squeeze(1)
         windows = self._windows(self._probe(ids[far], 1, may_share=True, among_own=True))
@@ -152,6 +152,7 @@ class IdMapping(RowsOfIds):
 
     def _admitted(self, first: Tensor, num_sights: Tensor) -> tuple[Tensor, Tensor]:
         """Return how often ids were seen, by the row that each probes `first`, and which, by place, often enough."""
+        # By rows, since there is no bound to ids: those that share a row may be admitted earlier.
         counts = self.newcomers.view(-1)
         counts.index_add_(0, first, num_sights)
         sights = counts[first]
@@ -191,7 +192,9 @@ class IdMapping(RowsOfIds):
             self._num_free = (self.ids.view(-1, spec.bucket_rows)[:, : spec.own_rows] == FREE).sum(1)
         free = torch.full_like(ids, -1)
         buckets = windows[:, 0] // spec.bucket_rows
+        # Full buckets are not searched.
         waiting = (self._num_free[buckets] > 0).nonzero().squeeze(1)
+        # Most ids find a free row among the first few; the window of max_probe rows would be read for no use.
         for block in windows.split(_PROBED_AT_ONCE, 1) if waiting.numel() else ():
             trying = waiting
             while trying.numel():
@@ -201,6 +204,7 @@ class IdMapping(RowsOfIds):
                 finds = is_free.any(1).nonzero().squeeze(1)
                 trying, rows = trying[finds], rows[finds]
                 first, losers = _first_of_each(rows, self.num_rows)
+                # Written at once. Ids that wanted the same row see it taken, and try the next one.
                 self.ids.view(-1).index_copy_(0, rows[first], ids[trying[first]])
                 free[trying[first]] = rows[first]
                 trying = trying[losers]
@@ -209,7 +213,7 @@ class IdMapping(RowsOfIds):
         return free
 
     def _evict(self, windows: Tensor, stamp: int, limit: int) -> Tensor:
-        """Return, for each window, a row that was not used since `before`, -1 for none. It counts as used from now on.
+        """Return, for each window, a row that was not used since `limit`, -1 for none. It counts as used from now on.
 
         Ids that want one row choose again, as often as `_EVICTION_ROUNDS`.
         """
@@ -217,12 +221,14 @@ class IdMapping(RowsOfIds):
         waiting = torch.arange(len(windows), device=windows.device)
         for _ in range(_EVICTION_ROUNDS):
             used = _read(self.used, windows)
+            # A lookup's number, or an hour: the smallest was used, or expires, first.
             key = used
             if self.spec.policy not in ("lru", "ttl_lru"):
                 key = _read(self.sights, windows) if self.spec.policy == "lfu" else torch.zeros_like(used)
                 key = key.masked_fill(used >= limit, torch.iinfo(key.dtype).max)
             best = key.argmin(1, keepdim=True)  # the first of equal ones
             rows = windows.gather(1, best).squeeze(1).long()
+            # num_rows is above all rows: it marks that none may be evicted.
             rows.masked_fill_(used.gather(1, best).squeeze(1) >= limit, self.num_rows)
             first, losers = _first_of_each(rows, self.num_rows)
             self.used.view(-1).index_fill_(0, rows[first], stamp)
@@ -253,6 +259,7 @@ def mixed(ids: Tensor) -> Tensor:
     Ids often have structure, such as a kind in their upper bits, by which a few buckets would get them all. The steps
     are those of splitmix64 (Steele et al. 2014), on 63 bits.
     """
+    # The multipliers are 0xBF58476D1CE4E5B9 and 0x94D049BB133111EB as signed numbers; products wrap around.
     ids = (ids ^ (ids >> 30)) * -0x40A7B892E31B1A47 & _63_BITS
     ids = (ids ^ (ids >> 27)) * -0x6B2FB644ECCEEE15 & _63_BITS
     return ids ^ (ids >> 31)

@@ -91,15 +91,13 @@ class MchMapping(RowsOfIds):
 
     @torch.no_grad()
     def learn(self, ids: Tensor, ttl_hours: Tensor | None = None) -> Tensor:
-        """Note the ids, and once in an interval let them have rows. Return the rows that an id was evicted from.
-
-        Where rows wait for the optimizer, as in a second lookup of one step, an update is put off to the next lookup.
-        """
+        """Note the ids, and once in an interval let them have rows. Return the rows that an id was evicted from."""
         self.num_lookups += 1
         distinct, times = torch.unique(ids, return_counts=True)
         self._history.append((self.num_lookups, distinct, times))
         self._is_due |= self.num_lookups % self._interval == 0
         evicted = ids.new_empty(0)
+        # A second lookup of a step would evict rows that the first one has looked up: it leaves that to a later one.
         if self._is_due and not self._rows_wait:
             evicted = self._update()
             self._is_due = False
@@ -195,6 +193,7 @@ class MchMapping(RowsOfIds):
 
     def _update(self) -> Tensor:
         """Let the module choose the ids of each bucket; return the rows that an id was evicted from."""
+        # Policies count how often an id occurs.
         ids = torch.cat([ids.repeat_interleave(times) for _, ids, times in self._history])
         counts = [int(times.sum()) for *_, times in self._history]
         kinds = self._policy.metadata_info
@@ -219,6 +218,7 @@ class MchMapping(RowsOfIds):
         size, device = self.spec.bucket_rows, self.ids.device
         rows = slice(bucket * size, (bucket + 1) * size)
         first_row = self.first_row + rows.start
+        # A module for this bucket, which lives for the update only: what it learns is copied back.
         module = self._module.rebuild_with_output_id_range((first_row, first_row + size), [first_row, first_row + size])
         module.to(device)
         tensors = {MCH_IDS: self.ids.view(-1), **self._metadata}
@@ -231,6 +231,7 @@ class MchMapping(RowsOfIds):
                 torch.manual_seed(zlib.crc32(f"{self.num_lookups} {first_row}".encode()))
             update_mch(module, ids, recorded, self.num_lookups)
         learned = mch_state(module)
+        # torchrec has sorted its tensors by id; here they are by row.
         order = learned[MCH_ROWS] - self.first_row
         for name, value in tensors.items():
             value[order] = learned[name]

@@ -111,6 +111,7 @@ class MchSpec(MappingSpec):
 
 _BUCKETS = (20_160, 5_040, 720, 120, 12)
 """Numbers that many numbers of ranks divide."""
+# As many rows as an id may probe (MappingSpec.max_probe).
 _MIN_BUCKET_ROWS = 128
 _RESERVED = 64
 """One of this number of rows of a bucket is shared by ids without a row of their own, and at least one."""
@@ -120,6 +121,7 @@ def dynamic_spec(rows: int, buckets: int | None, policy: Policy, min_sights: int
     """Return the spec of a table of at least `rows` rows. buckets: None chooses a number by `rows` only."""
     if buckets is None:
         buckets = next((number for number in _BUCKETS if rows >= number * _MIN_BUCKET_ROWS), min(12, -(-rows // 2)))
+    # One row for an id, and one that is shared.
     bucket_rows = max(2, -(-rows // buckets))
     return MappingSpec(
         num_rows=bucket_rows * buckets,
@@ -250,4 +252,5 @@ class RowsOfIds(ABC):
 
 def bucket_of(spec: MappingSpec, ids: Tensor) -> Tensor:
     """Return the buckets of ids, (num_ids,) each."""
+    # As torchrec's input dist sends them: by blocks of ids, rounded up, or by remainders where there is no range.
     return ids // -(-spec.num_ids // spec.num_buckets) if spec.num_ids else ids % spec.num_buckets

@@ -59,6 +59,7 @@ def load_into(mapping: IdMapping, name: str, value: Any) -> str:
     """
     spec = mapping.spec
     if name in (BUCKETS, MADE_FOR):
+        # torchrec's entry has the number of buckets alone; in ours, the number of lookups comes first.
         numbers = (value if isinstance(value, Tensor) else value.read()).flatten().tolist()
         saved, expected = (
             numbers[-1 if spec.managed else 1 :],
@@ -68,6 +69,7 @@ def load_into(mapping: IdMapping, name: str, value: Any) -> str:
             return f"the ids were mapped for {saved} buckets and reserved rows of each, and here they are {expected}."
         if not spec.managed:
             mapping.num_lookups = int(numbers[0])
+            # No row waits for an optimizer in what was loaded.
             mapping.optimizer_stepped()
         return ""
     if name == INITIAL:
@@ -158,6 +160,7 @@ class ShardedCollisions(HoldsMappings):
         self.load_mappings(state_dict, prefix, missing, problems[-1])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedCollisions":
+        # A copy has no mappings: this rank has only a part of them.
         return ShardedCollisions({})
 
 
@@ -176,6 +179,7 @@ def attach_mapping(lookup: nn.Module, state: Mapping[str, Tensor]) -> None:
     for name, value in state.items():
         lookup.register_buffer(name, value)
     spec = MappingSpec(len(state["ids"]), num_buckets, num_reserved=num_reserved)
+    # Past __setattr__, since the user's class may have one. Neither spec nor hook is a closure: both can be pickled.
     lookup.__dict__[_ATTRIBUTE] = spec
     lookup.register_forward_pre_hook(_find, with_kwargs=True)
 
@@ -220,6 +224,7 @@ def mch_modules_of(root: nn.Module, state: Mapping[str, Any]) -> Iterator[tuple[
 def _share(spec: MappingSpec, module: Any, arguments: tuple[Any, ...], mapped: dict[str, JaggedTensor]) -> Any:
     ids, shared = module.preprocess(arguments[0]), {}
     for name, rows in mapped.items():
+        # Unsharded, torchrec gives all ids without a row the last row of the table.
         last = (bucket_of(spec, ids[name].values()) + 1) * spec.bucket_rows - 1
         rows_or_last = torch.where(rows.values() == spec.num_rows - 1, last, rows.values())
         shared[name] = JaggedTensor(

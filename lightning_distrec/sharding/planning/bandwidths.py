@@ -21,7 +21,7 @@ from torchrec.distributed.planner import constants
 from lightning_distrec.atomic_files import replace_file
 from lightning_distrec.errors import ConfigError, did_you_mean
 from lightning_distrec.ranks import Ranks
-from lightning_distrec.sharding.node_layout import NodeLayout
+from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.units import format_bandwidth, parse_bandwidth
 
 MEASURE = "measure"

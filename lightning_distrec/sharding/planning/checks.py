@@ -6,12 +6,12 @@ from dataclasses import replace
 import numpy as np
 
 from lightning_distrec.errors import InfeasiblePlanError, PlanError
-from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.constraints import TableConstraints, allowed_types
 from lightning_distrec.sharding.planning.planned_table import PlannedShard, PlannedTable
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan, size_differences
 from lightning_distrec.sharding.planning.topology import RankMemory, Reservation
 from lightning_distrec.sharding.sharders import COLUMN_TYPES, HOST_KERNELS, ONE_NODE_TYPES, ROW_TYPES
+from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.units import format_bytes, quantity
 

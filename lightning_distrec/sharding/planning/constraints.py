@@ -8,7 +8,6 @@ from torchrec.distributed.planner.constants import POOLING_FACTOR
 from torchrec.distributed.types import CacheParams
 
 from lightning_distrec.errors import PlanError
-from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.table_options import TableOptions
 from lightning_distrec.sharding.sharders import (
     HOST_KERNELS,
@@ -17,6 +16,7 @@ from lightning_distrec.sharding.sharders import (
     SEQUENCE_TYPES,
     TWO_LEVEL_TYPES,
 )
+from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.sharding.tables import Table
 
 

@@ -9,11 +9,11 @@ from torchrec.modules.embedding_configs import DataType
 
 from lightning_distrec.atomic_files import replace_file
 from lightning_distrec.errors import ConfigError, PlanError, did_you_mean
-from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.checks import bounds_error, placement_error
 from lightning_distrec.sharding.planning.planned_table import PlannedShard, PlannedTable, in_order
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.sharders import KERNELS, SHARDING_TYPES
+from lightning_distrec.sharding.sharding_groups import NodeLayout
 
 PLAN_FILE = "plan.json"
 """Name of a plan's file in log folders and checkpoints."""

@@ -7,7 +7,6 @@ import numpy as np
 from torchrec.distributed.planner import Topology
 
 from lightning_distrec.errors import InfeasiblePlanError
-from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.constraints import (
     TableConstraints,
     check_sequence_widths,
@@ -32,6 +31,7 @@ from lightning_distrec.sharding.planning.sharding_options import (
     without_duplicates,
 )
 from lightning_distrec.sharding.planning.sharding_plan import EXCHANGE_PARTS, TIME_PARTS, PlanCost, ShardingPlan
+from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.units import format_bytes
 

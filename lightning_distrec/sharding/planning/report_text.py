@@ -10,11 +10,11 @@ from rich.measure import Measurement
 from rich.table import Table as TextTable
 from rich.text import Text
 
-from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.planned_table import PlannedTable
 from lightning_distrec.sharding.planning.sharding_plan import PlanCost, RankUsage, ShardingPlan
 from lightning_distrec.sharding.planning.traffic import Traffic
 from lightning_distrec.sharding.sharders import QuantizedComms
+from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.units import format_bytes, format_ranks, quantity
 
 NARROWEST = 9

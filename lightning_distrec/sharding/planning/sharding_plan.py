@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 
 from lightning_distrec.errors import did_you_mean
-from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.planned_table import PlannedTable
 from lightning_distrec.sharding.planning.traffic import Traffic, estimate_traffic, replica_bytes
 from lightning_distrec.sharding.sharders import QuantizedComms, ShardingByTable
+from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.units import format_ranks, quantity
 

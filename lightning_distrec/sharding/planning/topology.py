@@ -13,8 +13,8 @@ from typing_extensions import override
 from lightning_distrec._compat.torchrec import silence_torchrec
 from lightning_distrec.errors import ConfigError, PlanError
 from lightning_distrec.host_memory import host_memory_bytes
-from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.bandwidths import AssumedBandwidths
+from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.units import format_bytes, parse_bytes
 
 VARIABLE = "STORAGE_RESERVE_PERCENT"

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_distrec.errors import PlanError
-from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.planned_table import PlannedTable
 from lightning_distrec.sharding.sharders import QuantizedComms
+from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.sharding.tables import SMALL_ROWS
 
 Vector = NDArray[np.float64]

@@ -7,7 +7,6 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torchrec.distributed.planner import Topology
 
-from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.bandwidths import (
     AssumedBandwidths,
     BandwidthRequest,
@@ -23,6 +22,7 @@ from lightning_distrec.sharding.planning.topology import (
     memory_bytes_per_rank,
     reservation_of,
 )
+from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.strategies.estimates.module_sizes import dense_bytes
 from lightning_distrec.strategies.tables.decisions import Decisions
 from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs

@@ -19,7 +19,6 @@ from lightning_distrec.optimizers.updates_in_backward import (
     obstacle_to_backward_updates,
     refuse_inexact_settings,
 )
-from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.plain_embeddings import NO_CONVERSION
 from lightning_distrec.sharding.planning.constraints import (
     TableConstraints,
@@ -32,6 +31,7 @@ from lightning_distrec.sharding.planning.table_options import (
     refuse_named_odd_dims,
     replicated_collections,
 )
+from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.sharding.tables import Table, find_tables
 from lightning_distrec.strategies.tables.mapped_tables import (
     refuse_shared_features,

@@ -16,10 +16,10 @@ from lightning_distrec.ranks import Ranks
 from lightning_distrec.sharding.lookup.mapped_ids import MappedIds, RowReset
 from lightning_distrec.sharding.mapping.mch_mapping import MchMapping
 from lightning_distrec.sharding.mapping.spec import Policy, RowsOfIds, dynamic_spec
-from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.table_options import TableOptions
 from lightning_distrec.sharding.row_gradients import LocalShard
 from lightning_distrec.sharding.sharded_tables import ShardedTables
+from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.sharding.tables import MAPS_IDS, Table
 
 

@@ -17,12 +17,11 @@ from lightning_distrec.optimizers.table_optimizer import parse_table_optimizer
 from lightning_distrec.option_values import check_choice
 from lightning_distrec.prefetch.peek import loaders_in
 from lightning_distrec.sharding.lookup.lookup_setup import CheckIds, check_check_ids
-from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.plain_embeddings import Conversion
 from lightning_distrec.sharding.planning.sharding_plan import Origin
 from lightning_distrec.sharding.planning.table_options import PlanningOptions, TableOptions
 from lightning_distrec.sharding.sharders import QuantizedComms
-from lightning_distrec.sharding.sharding_groups import ShardingGroupOptions, ShardingGroups
+from lightning_distrec.sharding.sharding_groups import NodeLayout, ShardingGroupOptions, ShardingGroups
 from lightning_distrec.strategies.data_parallel.loss_weight import LossReduction
 
 ASSUMED_BATCH_SIZE = 512

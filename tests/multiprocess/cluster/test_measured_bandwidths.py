@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from lightning_distrec.cluster.consensus import Consensus, job_consensus
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.bandwidths import NAMES, measured_bandwidths
+from lightning_distrec.sharding.sharding_groups import NodeLayout
 from tests.support.click_model import ClickModel, rank_loader, seeded
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
 from tests.support.trainers import make_trainer

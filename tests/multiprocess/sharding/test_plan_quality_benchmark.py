@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_distrec.sharding.node_layout import NodeLayout
+from lightning_distrec.sharding.sharding_groups import NodeLayout
 from tests.benchmarks.performance_contenders import Turn
 from tests.benchmarks.performance_rounds import join_ranks
 from tests.benchmarks.plan_quality_plans import Space, default_bandwidths

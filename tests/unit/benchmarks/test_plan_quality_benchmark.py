@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.plan_file import load_plan, save_plan
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan, differences
+from lightning_distrec.sharding.sharding_groups import NodeLayout
 from tests.benchmarks.performance_text import GPU
 from tests.benchmarks.plan_quality_plans import Space, default_bandwidths, renamed_ranks, sampled
 from tests.benchmarks.plan_quality_text import (

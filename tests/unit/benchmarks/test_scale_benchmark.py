@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.traffic import IDS, REPLICATED_GRADIENTS, ROW_GRADIENTS, ROWS, estimate_traffic
+from lightning_distrec.sharding.sharding_groups import NodeLayout
 from tests.benchmarks.scale import write
 from tests.benchmarks.scale_checkpoints import read_checkpoints
 from tests.benchmarks.scale_formulas import FORMULAS, Grouped, Numbers, most_ids_for_links

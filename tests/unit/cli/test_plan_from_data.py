@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 from lightning_distrec.cli import main as cli
-from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.costs import ShardUpdates
 from lightning_distrec.sharding.planning.report_pictures import cells
+from lightning_distrec.sharding.sharding_groups import NodeLayout
 from tests.support.planned import planned_at_random
 
 HERE = "tests.unit.cli.test_plan_from_data."

@@ -18,7 +18,6 @@ from torchrec.distributed.types import CacheParams
 
 from lightning_distrec import atomic_files as on_disk
 from lightning_distrec.errors import ConfigError, PlanError
-from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.checks import plan_for_run
 from lightning_distrec.sharding.planning.constraints import TableConstraints
 from lightning_distrec.sharding.planning.plan_file import load_plan, plan_text, save_plan
@@ -26,6 +25,7 @@ from lightning_distrec.sharding.planning.planner import make_plan
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan, differences
 from lightning_distrec.sharding.planning.table_options import PlanningOptions, TableOptions
 from lightning_distrec.sharding.sharders import SHARDING_TYPES
+from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.sharding.tables import Table, find_tables
 from lightning_distrec.strategies.tables.plan_of_run import folder_of
 from tests.support.planned_tables import topology_of

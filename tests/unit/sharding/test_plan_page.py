@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning import report_pictures
 from lightning_distrec.sharding.planning.report_page import NO_PICTURES, page, write_page, write_pictures
 from lightning_distrec.sharding.planning.report_pictures import draw_plan
@@ -22,6 +21,7 @@ from lightning_distrec.sharding.planning.report_text import (
 )
 from lightning_distrec.sharding.planning.sharding_plan import PlanCost, ShardingPlan
 from lightning_distrec.sharding.sharders import QuantizedComms
+from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.units import format_bytes
 from tests.support.planned import planned, planned_at_random
 

@@ -13,10 +13,10 @@ from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, Shard
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed.types import ParameterSharding
 
-from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.report_text import print_plan, some_ranks_in_words
 from lightning_distrec.sharding.planning.sharding_plan import NOT_ESTIMATED, PlanCost, ShardingPlan
 from lightning_distrec.sharding.sharders import ShardingByTable
+from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.sharding.tables import Table, find_tables
 
 

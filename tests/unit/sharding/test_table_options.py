@@ -15,7 +15,6 @@ from torchrec.distributed.utils import add_params_from_parameter_sharding
 import lightning_distrec
 from lightning_distrec import TableOptions, TorchRecShardedStrategy
 from lightning_distrec.errors import ConfigError, PlanError
-from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.constraints import (
     TableConstraints,
     allowed_kernels,
@@ -24,6 +23,7 @@ from lightning_distrec.sharding.planning.constraints import (
 from lightning_distrec.sharding.planning.planner import make_plan
 from lightning_distrec.sharding.planning.table_options import options_by_table, replicated_collections
 from lightning_distrec.sharding.sharders import KERNELS
+from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.sharding.tables import Table, find_tables
 from tests.support.planned_tables import topology_of
 

@@ -13,13 +13,13 @@ from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import EnumerableShardingSpec
 
 from lightning_distrec.host_memory import cgroup_limits, host_memory_bytes
-from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.bandwidths import AssumedBandwidths, bandwidth_request
 from lightning_distrec.sharding.planning.constraints import TableConstraints
 from lightning_distrec.sharding.planning.planner import make_plan
 from lightning_distrec.sharding.planning.table_options import TableOptions
 from lightning_distrec.sharding.planning.topology import RankMemory, make_topology
 from lightning_distrec.sharding.sharders import sharders
+from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.sharding.tables import find_tables
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from lightning_distrec.errors import PlanError
-from lightning_distrec.sharding.node_layout import NodeLayout
 from lightning_distrec.sharding.planning.traffic import (
     IDS,
     REPLICATED_GRADIENTS,
@@ -17,6 +16,7 @@ from lightning_distrec.sharding.planning.traffic import (
     estimate_traffic,
 )
 from lightning_distrec.sharding.sharders import QuantizedComms
+from lightning_distrec.sharding.sharding_groups import NodeLayout
 from tests.support.planned import planned, planned_at_random
 
 BATCH = 10
