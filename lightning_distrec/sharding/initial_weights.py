@@ -131,7 +131,7 @@ def init_rows(table: Table, targets: list[TableShard], seed: int) -> None:
     block; the rank keeps what it holds of a block. So the values do not depend on ranks or plan, for tables of one
     block whatever the function, for larger ones where it treats all elements alike (uniform_, normal_, constant_ ...).
     """
-    config = table.config
+    config, name = table.config, table.full_name
     assert config.init_fn is not None
     for target in targets:
         if target.tensor is None or target.num_rows == 0:
@@ -143,15 +143,11 @@ def init_rows(table: Table, targets: list[TableShard], seed: int) -> None:
             values = torch.empty(rows, config.embedding_dim, device=target.tensor.device)
             # By the global generator, since init functions take none; forked, so that the user's draws go on.
             with torch.random.fork_rng(devices=[values.device] if values.is_cuda else []), torch.no_grad():
-                torch.manual_seed(_seed(seed, table.full_name, block))
+                # Not Python's hash, which differs between processes. 63 bits fit into torch's signed seeds.
+                digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
+                torch.manual_seed(int.from_bytes(digest, "little") >> 1)
                 config.init_fn(values)
             _copy_overlap(values, TableShard(target.rank, start, 0, rows, config.embedding_dim), target)
-
-
-def _seed(seed: int, name: str, block: int) -> int:
-    # Not Python's hash, which differs between processes. 63 bits fit into torch's signed seeds.
-    digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def _same_place(a: TableShard, b: TableShard) -> bool:

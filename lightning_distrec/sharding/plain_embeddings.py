@@ -122,6 +122,7 @@ class PlainEmbeddings:
             return f"embedding_dim={plain.embedding_dim}, but FBGEMM's rows come in multiples of 4 columns"
         if plain.weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             return f"its weight is {plain.weight.dtype}"
+        # A tied weight, of an output layer for example, would stay full there, while lookups use shards.
         other_names = self._names[id(plain.weight)] - {f"{path}.weight" for path in self._paths[id(plain)]}
         if other_names:
             return f"its weight is also '{min(other_names)}'"
@@ -142,6 +143,7 @@ def _overridden(kind: type[Plain]) -> str:
 def _table_name(path: str) -> str:
     """Return a name that torchrec may call a module and a parameter by: without dots, and no attribute of theirs."""
     name = path.replace(".", "/")
+    # ModuleDict refuses keys that are attributes of its own, such as 'keys' or 'type'.
     is_attribute = any(hasattr(kind, name) for kind in (nn.ModuleDict(), nn.ParameterDict()))
     return f"{name}/rows" if is_attribute else name
 

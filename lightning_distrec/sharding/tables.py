@@ -264,6 +264,7 @@ def _sharding_obstacle(module: nn.Module) -> str | None:
         return None
     if kind.__name__ in UNSHARDED:
         return f"{kind.__name__} {UNSHARDED[kind.__name__]}"
+    # CALLERS only call their collection, which is then found below them and sharded.
     holds = any(isinstance(child, (EmbeddingBagCollection, EmbeddingCollection)) for child in module.modules())
     return f"{kind.__name__} does more than look up rows" if holds and kind.__name__ not in CALLERS else None
 

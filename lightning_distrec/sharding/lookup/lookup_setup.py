@@ -115,6 +115,7 @@ class LookupSetup:
     def summed_means(self) -> dict[str, str]:
         """Output -> feature, of those that arrive as sums over ranks and are to become means."""
 
+        # Each rank looks up a part of a bag in its rows: only the sum over ranks is divided by the size of the bag.
         def is_summed(table: Table) -> bool:
             return table.config.pooling == PoolingType.MEAN and self.uses[table.name].sharding_type in ROW_TYPES
 

@@ -66,6 +66,7 @@ class LookupRequest:
 
     def __post_init__(self) -> None:
         features = self.features
+        # nn.Embedding has one bag for a call of any shape: its ids are counted in place of examples.
         self.num_examples = 0 if features.variable_stride_per_key() else features.stride()
         if self.lookup.setup.counts_ids:
             self.num_examples = features.values().numel()
@@ -140,6 +141,7 @@ class LookupConsensus:
 
         Raises on every rank: what is wrong with the lookup on one of them; IdsError: their forms differ.
         """
+        # A separate all-reduce, for lookups whose sizes must be known before ids are sent.
         fine, examples, form = self._values(request)
         # The minima of a form and of its negative are opposite only where all ranks have one form.
         agreed = self._ranks.start_all_reduce_min(fine, examples, -examples, form, -form).wait()

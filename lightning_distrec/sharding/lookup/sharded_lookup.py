@@ -35,7 +35,7 @@ from lightning_distrec.sharding.lookup.lookup_inputs import LookupInputs
 from lightning_distrec.sharding.lookup.lookup_outputs import LookupOutputs
 from lightning_distrec.sharding.lookup.lookup_setup import LookupSetup
 from lightning_distrec.sharding.lookup.request import LookupConsensus, LookupRequest, form_of
-from lightning_distrec.sharding.lookup.short_path import can_go_short, short_path_of
+from lightning_distrec.sharding.lookup.short_path import short_path_of
 from lightning_distrec.sharding.lookup.weights_exchange import WeightsExchange
 
 LookedUp: TypeAlias = KeyedTensor | dict[str, JaggedTensor]
@@ -114,8 +114,10 @@ class ShardedLookup:
         """Return the same for a lookup that is prefetched, which goes the short path where it can."""
         request = self.prepare(features)
         # Only ahead of a step: a control message must have brought the numbers of ids before they are sent.
-        if self.short_path is not None and can_go_short(request.features):
-            request.short = self.short_path.prepare(request.features)
+        # Whether features have weights, or unequal batch sizes, is a part of the form that ranks agree on (request.py).
+        sent = request.features
+        if self.short_path is not None and sent.weights_or_none() is None and not sent.variable_stride_per_key():
+            request.short = self.short_path.prepare(sent)
         return request
 
     def pad(self, request: LookupRequest) -> None:
@@ -148,7 +150,7 @@ class ShardedLookup:
             if setup.note_used_tables is not None and not setup.pooled:
                 setup.note_used_tables(rows.used)
             if request.short is not None:
-                exchange: Any = request.short.look_up()
+                exchange: Any = request.short.path.look_up(request.short)
             else:
                 ids = request.ids if late is None else self._weights_exchange.bring(request, late)
                 exchange = setup.sharded.compute_and_output_dist(request.context, ids)

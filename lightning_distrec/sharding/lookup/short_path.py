@@ -112,21 +112,12 @@ class ShortIds:
         self.arrived: tuple[Tensor, Tensor]
         """What this rank looks up, once it has arrived: ids and offsets."""
 
-    def look_up(self) -> "RowsExchange":
-        """Collective. Look up what has arrived, and send the rows back."""
-        return self.path.look_up(self)
-
     @property
     def counts(self) -> list[int]:
         """How many ids each rank gets."""
         if isinstance(self._counts, gpu.HostCopy):
             self._counts = self._counts.read()
         return self._counts
-
-
-def can_go_short(features: KeyedJaggedTensor) -> bool:
-    """Whether these features can; the ranks agree on it by their form (request.py)."""
-    return features.weights_or_none() is None and not features.variable_stride_per_key()
 
 
 def short_path_of(sharded: object, kernels: Sequence[Kernel], num_ranks: int, device: torch.device) -> ShortPath | None:

@@ -49,6 +49,7 @@ class MchMapping(RowsOfIds):
         """What the policy keeps for each row, by its name in the state_dict."""
         self._history: list[tuple[int, Tensor, Tensor]] = []
         """Of each lookup since the last update: its number, the distinct ids, and how often each occurs."""
+        # Due: an eviction interval has ended. Wait: rows were looked up, and no optimizer has stepped since.
         self._is_due, self._rows_wait = False, False
         self._index()
 
@@ -109,12 +110,13 @@ class MchMapping(RowsOfIds):
 
     def state(self) -> dict[str, ChunkedTensor | Tensor]:
         """Return what is saved of this rank's part, under torchrec's names; it sorts by id what is here by row."""
-        rows = torch.arange(self.first_row, self.first_row + self.num_rows)
-        rows_state = {MCH_IDS: self.ids.view(-1), MCH_ROWS: rows} | self._metadata
+        rows_state = {MCH_IDS: self.ids.view(-1), MCH_ROWS: self._rows()} | self._metadata
+        ends = torch.arange(self.spec.num_buckets + 1) * self.spec.bucket_rows
+        segments = torch.cat([ends, torch.full((_SEGMENTS - len(ends),), -1)])
         return {
             name: ChunkedTensor((self.spec.num_rows,), value.dtype, [Chunk((self.first_row,), value)])
             for name, value in rows_state.items()
-        } | {MCH_SEGMENTS: self._segments(), MCH_LOOKUPS: torch.tensor([self.num_lookups])}
+        } | {MCH_SEGMENTS: segments, MCH_LOOKUPS: torch.tensor([self.num_lookups])}
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> str:
@@ -125,6 +127,7 @@ class MchMapping(RowsOfIds):
         if tuple(state[MCH_IDS].shape) != (self.spec.num_rows,):
             return f"the table maps ids to {self.spec.num_rows} rows, but there are {tuple(state[MCH_IDS].shape)}."
         local = {name: self._local_part(state[name], state[MCH_ROWS]) for name in (MCH_IDS, MCH_ROWS, *self._metadata)}
+        # An unsharded module sorts its ids over all rows; only a sharded one keeps each id at its row.
         if not torch.equal(local.pop(MCH_ROWS), self._rows()):
             return "its ids are in their own order. Load it into an unsharded module, and start from that."
         self.ids.view(-1).copy_(local.pop(MCH_IDS))
@@ -158,16 +161,13 @@ class MchMapping(RowsOfIds):
         if learned[MCH_IDS].is_meta or not len(learned[MCH_IDS]):
             return ""
         problem = self.load({**learned, MCH_LOOKUPS: self._module.state_dict()[MCH_LOOKUPS]})
+        # Every rank has the unsharded module's ids, of all rows.
         empty = self.ids.new_empty(0)
         set_mch_state(self._module, dict.fromkeys(learned, empty), torch.tensor([self.num_lookups]))
         return problem
 
     def _rows(self) -> Tensor:
         return torch.arange(self.first_row, self.first_row + self.num_rows)
-
-    def _segments(self) -> Tensor:
-        ends = torch.arange(self.spec.num_buckets + 1) * self.spec.bucket_rows
-        return torch.cat([ends, torch.full((_SEGMENTS - len(ends),), -1)])
 
     def _local_part(self, value: Any, rows: Any) -> Tensor:
         """Return what this rank has of a tensor that is in the order of `rows`; in files it is that of the rows."""

@@ -134,6 +134,7 @@ def dynamic_spec(rows: int, buckets: int | None, policy: Policy, min_sights: int
 
 def spec_of(module: Any, name: str) -> MappingSpec | str:
     """Return the spec of one of torchrec's managed collision modules, or why it is not sharded. name: its table's."""
+    # By exact type: a subclass may map ids in another way, which buckets on several ranks would not reproduce.
     if type(module) is MCHManagedCollisionModule:
         return _spec_of_mch(module)
     if type(module) is not HashZchManagedCollisionModule:
@@ -147,6 +148,7 @@ def spec_of(module: Any, name: str) -> MappingSpec | str:
         num_buckets=buckets,
         num_ids=module.input_size(),
         max_probe=module.max_probe,
+        # As get_reserved_slots_per_bucket of torchrec's module.
         num_reserved=math.floor(rows * settings["percent_reserved"] / 100 / buckets),
         policy=policies.get(settings["policy"], "ttl"),
         ttl_hours=settings["ttl_hours"],
@@ -160,6 +162,7 @@ def _spec_of_mch(module: MCHManagedCollisionModule) -> MchSpec | str:
     rows, buckets = module.output_size(), module.buckets()
     if reason := mch_difference(module):
         return f"MCHManagedCollisionModule with {reason} is not sharded"
+    # Buckets of equal size, and in each a row for ids beside the one that is shared.
     if rows % buckets or rows < 2 * buckets:
         return f"zch_size={rows} must be a multiple of buckets={buckets}, and at least twice as much"
     num_ids = 0 if module.input_size() == ANY_ID else module.input_size()

@@ -208,6 +208,7 @@ def share_rows_of_buckets(module: Any, segments: Tensor) -> None:
     module: an unsharded MCHManagedCollisionModule. segments: where its buckets ended when it was sharded, -1 behind.
     """
     buckets = int((segments >= 0).sum()) - 1
+    # With one bucket, torchrec's last row is that bucket's. A second hook would do the same again.
     if buckets > 1 and not hasattr(module, _SHARES):
         num_ids = 0 if module.input_size() == ANY_ID else module.input_size()
         spec = MappingSpec(module.output_size(), buckets, num_ids)
@@ -238,6 +239,7 @@ def _find(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     spec: MappingSpec = getattr(lookup, _ATTRIBUTE)
     input_ids: Tensor = arguments[0] if arguments else options["input"]
+    # As in training: ids were spread over the buckets before they were sent.
     ids = mixed(input_ids.flatten().long())
     rows, _ = torch.ops.fbgemm.zero_collision_hash(
         input=ids,
