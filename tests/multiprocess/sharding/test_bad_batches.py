@@ -25,7 +25,7 @@ class LooksUpEach(EveryKind):
     def __init__(self, seed: int, number: int) -> None:
         super().__init__()
         self.cases = (seed, number)
-        self.found: dict[str, Any] = {}
+        self.results: dict[str, Any] = {}
 
     def on_train_start(self) -> None:
         rank, num_ranks = rank_and_num_ranks()
@@ -35,26 +35,26 @@ class LooksUpEach(EveryKind):
                 with torch.no_grad():
                     values = self.look_up(kind, copy.deepcopy(rank_results[rank]))
             except DistRecError as error:
-                self.found[name] = f"{type(error).__name__}: {error}"
+                self.results[name] = f"{type(error).__name__}: {error}"
                 continue
             except Exception as error:
-                self.found[name] = AssertionError(f"no error of ours: {error!r}")
+                self.results[name] = AssertionError(f"no error of ours: {error!r}")
                 continue
             with torch.no_grad():
                 try:
                     expected = unsharded.look_up(kind, with_weights_of_the_tables_type(rank_results[rank]))
                 except Exception as error:
-                    self.found[name] = AssertionError(f"one process raises {error!r}")
+                    self.results[name] = AssertionError(f"one process raises {error!r}")
                     continue
             is_equal = values.shape == expected.shape and torch.allclose(values, expected, atol=1e-6)
-            self.found[name] = is_equal or f"{values} for {expected}"
+            self.results[name] = is_equal or f"{values} for {expected}"
 
 
 def _look_up_each(seed: int, number: int) -> dict[str, Any]:
     model = seeded(LooksUpEach, seed, number)
     batch = {kind: good(kind, torch.Generator().manual_seed(0)) for kind in ("by_table", "item")}
     make_trainer(STRATEGY).fit(model, loader([batch]))
-    return model.found
+    return model.results
 
 
 def _check(seed: int, number: int, num_ranks: int) -> None:

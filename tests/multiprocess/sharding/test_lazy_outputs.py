@@ -213,10 +213,10 @@ class TouchedLate(Bags):
     when = ""
 
     def __init__(self, optimizer: str = "SGD") -> None:
-        self.kept: list[KeyedTensor] = []
+        self.retained: list[KeyedTensor] = []
         self.seen: list[Tensor] = []
         super().__init__(optimizer)
-        self.kept.clear()
+        self.retained.clear()
         self.seen.clear()
 
     def prepared(self, batch: Any, step: int) -> Any:
@@ -224,27 +224,27 @@ class TouchedLate(Bags):
         return features, KeyedJaggedTensor(["f", "g"], batch["values"], lengths=batch["lengths"].flip(0))
 
     def rows(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.when == "next step" and self.kept:
-            self.seen.append(self.kept[-1].values().detach().clone())
+        if self.when == "next step" and self.retained:
+            self.seen.append(self.retained[-1].values().detach().clone())
         learning = self.ebc(batch[0])
         with torch.no_grad():
-            self.kept.append(self.ebc(batch[1]))
+            self.retained.append(self.ebc(batch[1]))
         if self.when == "first":
-            self.seen.append(self.kept[-1].values().clone())
+            self.seen.append(self.retained[-1].values().clone())
         return learning.values()
 
     def on_before_backward(self, loss: Tensor) -> None:
         if self.when == "before backward":
-            self.seen.append(self.kept[-1].values().clone())
+            self.seen.append(self.retained[-1].values().clone())
 
     def on_train_batch_end(self, *_: Any) -> None:
         if self.when == "batch end":
-            self.seen.append(self.kept[-1].values().clone())
+            self.seen.append(self.retained[-1].values().clone())
 
     def on_train_end(self) -> None:
         super().on_train_end()
         if self.when == "end":
-            self.seen = [retained.values().clone() for retained in self.kept]
+            self.seen = [retained.values().clone() for retained in self.retained]
 
 
 def _touched(when: str) -> tuple[list[float], dict[str, Tensor], list[Tensor]]:
@@ -283,12 +283,12 @@ class BackwardsOrder(Bags):
         }
 
     def rows(self, batch: Any, batch_idx: int) -> Tensor:
-        one, other = self.ebc(batch["one"]), self.ebc(batch["other"])
+        bags, shifted_bags = self.ebc(batch["one"]), self.ebc(batch["other"])
         if rank_and_num_ranks()[0] in self.on_ranks:
-            second = other.values()
-            return one.values() * second
-        first = one.values()
-        return first * other.values()
+            second = shifted_bags.values()
+            return bags.values() * second
+        first = bags.values()
+        return first * shifted_bags.values()
 
 
 def _ordered(on_ranks: tuple[int, ...], depth: int) -> tuple[list[float], dict[str, Tensor]]:

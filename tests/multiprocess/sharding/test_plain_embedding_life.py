@@ -23,12 +23,12 @@ class Nested(TwoTower):
         self.towers = nn.ModuleList([nn.ModuleDict({"item": nn.Embedding(70, 16)}), nn.ModuleDict()])
         self.towers[1]["tags"] = nn.EmbeddingBag(50, 16, mode="mean")
         self.scale = nn.Parameter(torch.ones(1))
-        self.again = self.towers[0]["item"]
+        self.shared = self.towers[0]["item"]
         self.register_buffer("offset", torch.zeros(1))
         self.keys: list[str] = []
 
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
-        rows = self.towers[0]["item"](item) + self.again(item.flip(0))
+        rows = self.towers[0]["item"](item) + self.shared(item.flip(0))
         tags = self.towers[1]["tags"](user.unsqueeze(1))
         return super().forward(user, item) + self.scale * (tags @ rows.T) + self.offset
 

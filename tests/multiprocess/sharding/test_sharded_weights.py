@@ -143,11 +143,11 @@ class Looks(TwoTower):
 
     def __init__(self, hook: Hook | None = None) -> None:
         super().__init__()
-        self.found: list[dict[str, float]] = []
+        self.norms: list[dict[str, float]] = []
         self.hook = hook
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.found.append(self.trainer.strategy.gradient_norms(norm_type=2))
+        self.norms.append(self.trainer.strategy.gradient_norms(norm_type=2))
         if self.hook is not None:
             self.hook(self)
 
@@ -159,7 +159,7 @@ def _norms(types: list[str]) -> dict[str, Any]:
     state = whole_state(model)
     full = {name: strategy.full_parameter(name) for name, _ in model.named_parameters()}
     part = strategy.full_parameter("item_embedding", rows=(30, 45))  # of two shards
-    return {"norms": model.found, "state": state, "full": full, "part": part}
+    return {"norms": model.norms, "state": state, "full": full, "part": part}
 
 
 @pytest.mark.parametrize("types", [["row_wise"], ["column_wise"]])

@@ -28,7 +28,7 @@ OPTIONS: dict[str, Any] = {
     "tables": {
         "ebc.*": {"sharding_types": ["row_wise"], "compute_kernels": ["fused"]},
         "narrow": {"replicated": True},
-        "kept*": {"replicated": True},
+        "replicated*": {"replicated": True},
         "own_*": {"sharding_types": ["table_wise"]},
     },
 }
@@ -40,13 +40,13 @@ class Mixed(EvaluatedModel):
     def __init__(self) -> None:
         super().__init__(*ADAM)
         config = EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=60, feature_names=["a"])
-        self.kept = EmbeddingBagCollection(tables=[config])
-        self.kept_rows, self.own_rows = nn.Embedding(12, 8), nn.Embedding(12, 8)
+        self.replicated = EmbeddingBagCollection(tables=[config])
+        self.replicated_rows, self.own_rows = nn.Embedding(12, 8), nn.Embedding(12, 8)
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         features = KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"])
         ids = batch["lengths"].view(len(FEATURES), -1)[0]
-        rows = self.kept(features).values() + self.kept_rows(ids) * self.own_rows(ids)
+        rows = self.replicated(features).values() + self.replicated_rows(ids) * self.own_rows(ids)
         return super().forward(batch) + 0.3 * rows.sum(-1)
 
 
@@ -59,7 +59,7 @@ def _keep() -> dict[str, Any]:
         "state": model.final_state,
         "cuts": {name: sharding.sharding_type for name, sharding in shards.plan.items()},
         "whole": [dict(model.named_parameters())[name].numel() for name in WHOLE],
-        "kinds": [type(model.kept).__name__, type(model.kept_rows).__name__],
+        "kinds": [type(model.replicated).__name__, type(model.replicated_rows).__name__],
     }
     trainer = make_trainer(OPTIONS)
     trainer.validate(model, rank_loader(2, rank, first=50), verbose=False)
@@ -72,7 +72,7 @@ def _keep() -> dict[str, Any]:
     return actual
 
 
-WHOLE = ("ebc.embedding_bags.narrow.weight", "kept.embedding_bags.t.weight", "kept_rows.weight")
+WHOLE = ("ebc.embedding_bags.narrow.weight", "replicated.embedding_bags.t.weight", "replicated_rows.weight")
 
 
 def test_tables_that_are_kept_whole_train_beside_sharded_ones_to_the_numbers_of_an_unsharded_run() -> None:
@@ -83,7 +83,9 @@ def test_tables_that_are_kept_whole_train_beside_sharded_ones_to_the_numbers_of_
     for state, expected in ((ranks[0]["state"], first), (ranks[0]["second"], second)):
         difference = largest_difference(state, expected.final_state)
         assert max(difference.values()) < 1e-5, difference
-    assert float((first.kept_rows.weight - start.kept_rows.weight).abs().max()) > 1e-3, "the table has learnt"
+    assert float((first.replicated_rows.weight - start.replicated_rows.weight).abs().max()) > 1e-3, (
+        "the table has learnt"
+    )
     for actual in ranks:
         assert actual["cuts"] == {
             "ebc.wide": "row_wise",
@@ -100,7 +102,7 @@ class OnMeta(Mixed):
 
     def configure_model(self) -> None:
         config = EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=60, feature_names=["a"])
-        self.kept = EmbeddingBagCollection(tables=[config])
+        self.replicated = EmbeddingBagCollection(tables=[config])
 
 
 REFUSED: dict[str, tuple[type, dict[str, Any], type[Exception], str]] = {
@@ -110,14 +112,24 @@ REFUSED: dict[str, tuple[type, dict[str, Any], type[Exception], str]] = {
         PlanError,
         "table 'ebc.wide': compute_kernels=.*on cpu rows are in the host's memory already; allow fused",
     ),
-    "cache": (Mixed, {"t": {"cache_load_factor": 0.2}}, PlanError, "table 'kept.t': cache_load_factor=0.2 is for"),
+    "cache": (
+        Mixed,
+        {"t": {"cache_load_factor": 0.2}},
+        PlanError,
+        "table 'replicated.t': cache_load_factor=0.2 is for",
+    ),
     "pattern": (
         Mixed,
         {"ebd.*": {"replicated": True}},
         ConfigError,
         r"no table fits 'ebd.\*'.*The tables are ebc.",
     ),
-    "meta": (OnMeta, {"kept.t": {"replicated": True}}, ShardingError, r"'kept' is not sharded \(replicated=True\), so"),
+    "meta": (
+        OnMeta,
+        {"replicated.t": {"replicated": True}},
+        ShardingError,
+        r"'replicated' is not sharded \(replicated=True\), so",
+    ),
 }
 
 

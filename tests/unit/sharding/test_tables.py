@@ -20,7 +20,7 @@ def bags(**changes: object) -> EmbeddingBagCollection:
 def test_collections_are_found_at_any_depth_and_once() -> None:
     root = nn.Module()
     root.deep = nn.ModuleList([nn.Sequential(bags())])
-    root.again = root.deep[0][0]
+    root.shared = root.deep[0][0]
     config = EmbeddingConfig(name="s", embedding_dim=4, num_embeddings=5, feature_names=["g"])
     root.sequence = EmbeddingCollection(tables=[config])
     tables = find_tables(root).tables
@@ -38,10 +38,10 @@ def test_a_subclass_is_left_alone_with_the_reason() -> None:
         """May compute anything."""
 
     root = nn.Module()
-    root.mine = Mine(tables=bag_configs())
+    root.custom = Mine(tables=bag_configs())
     actual = find_tables(root)
     assert actual.tables == []
-    assert actual.left_alone == {"mine": "Mine is a subclass and may compute something else"}
+    assert actual.left_alone == {"custom": "Mine is a subclass and may compute something else"}
 
 
 def test_output_names_are_those_of_the_unsharded_collection() -> None:

@@ -18,8 +18,8 @@ class Features(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.item = "item"
-        self.by_name = nn.ModuleDict({"item": nn.Embedding(9, 8), "user": nn.Embedding(9, 8)})
-        self.by_place = nn.ModuleList([nn.Embedding(9, 8), nn.Embedding(9, 8)])
+        self.named = nn.ModuleDict({"item": nn.Embedding(9, 8), "user": nn.Embedding(9, 8)})
+        self.numbered = nn.ModuleList([nn.Embedding(9, 8), nn.Embedding(9, 8)])
         self.mask, self.codes, self.looked_up = nn.Embedding(1, 8), Codes(9, 8), nn.Embedding(9, 8)
 
     def reset_parameters(self) -> None:
@@ -27,18 +27,18 @@ class Features(nn.Module):
 
     @property
     def user_weight(self) -> Tensor:
-        return self.by_name["user"].weight
+        return self.named["user"].weight
 
     def forward(self, ids: Tensor) -> Tensor:
         rows = self.looked_up(ids) + self.looked_up.weight.norm()
-        return rows @ self.by_place[len(self.item)].weight.T + self.mask.weight.expand(9, 8)
+        return rows @ self.numbered[len(self.item)].weight.T + self.mask.weight.expand(9, 8)
 
 
 class Chosen(Features):
     """Reads the weight of an embedding that is known when it runs."""
 
     def chosen(self) -> Tensor:
-        return self.by_name[self.item].weight
+        return self.named[self.item].weight
 
 
 def _reads(model: Features) -> dict[str, str]:
@@ -47,7 +47,7 @@ def _reads(model: Features) -> dict[str, str]:
 
 
 def test_weights_that_are_read_are_found_by_name_by_place_and_in_properties() -> None:
-    expected = {"by_place.0": "Features.forward", "by_place.1": "Features.forward", "mask": "Features.forward"}
-    expected |= {"codes": "Codes.similar", "by_name.user": "Features.user_weight"}
+    expected = {"numbered.0": "Features.forward", "numbered.1": "Features.forward", "mask": "Features.forward"}
+    expected |= {"codes": "Codes.similar", "named.user": "Features.user_weight"}
     assert _reads(Features()) == expected
-    assert _reads(Chosen()) == expected | {"by_name.item": "Chosen.chosen", "by_name.user": "Chosen.chosen"}
+    assert _reads(Chosen()) == expected | {"named.item": "Chosen.chosen", "named.user": "Chosen.chosen"}
