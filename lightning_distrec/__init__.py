@@ -116,6 +116,7 @@ def _is_ours(strategy: Any) -> bool:
     return (isinstance(strategy, str) and strategy in _STRATEGIES) or getattr(strategy, "takes_launched_ranks", False)
 
 
+# At import: a Trainer chooses its cluster environment before it makes the strategy that could ask for another.
 override_environment_choice(_is_ours, _choose_environment)
 
 
@@ -128,6 +129,7 @@ def _read_folder(path: Any, with_optimizers: bool, pickles: bool) -> Any:
     return contents.read_full(Path(path), with_optimizers, pickles)
 
 
+# At import: load_from_checkpoint reads a folder without any Trainer or strategy.
 read_folders_too(_is_folder, _read_folder)
 
 

@@ -34,8 +34,9 @@ def replace_file(path: Path, content: bytes) -> None:
     try:
         write_file(unfinished, content)
         os.replace(unfinished, path)
-    except BaseException:
+    except BaseException:  # also of an interrupt, which would leave the temporary file behind
         with contextlib.suppress(OSError):
             unfinished.unlink()
         raise
+    # The rename itself is on disk only once its folder is.
     fsync(path.parent)

@@ -117,6 +117,7 @@ def require_matching_versions(*, on_cuda: bool = False) -> None:
     """
     problem = problem_with(find_installed(), on_cuda=on_cuda)
     if problem is not None:
+        # Late: the Makefile runs this file before the package, or torch, can be imported.
         from lightning_distrec.errors import VersionError
 
         raise VersionError(problem)

@@ -306,6 +306,7 @@ def _call_callbacks(
         if module is None:
             module = _MODULE_OF(trainer)
             caller = module._current_fx_name
+            # Past nn.Module.__setattr__, which looks for parameters and modules first, in every hook of every step.
             module.__dict__["_current_fx_name"] = hook_name
         hook = getattr(callback, hook_name)
         if callable(hook):
@@ -319,6 +320,7 @@ def _call_module(trainer: Any, hook_name: str, *args: Any, pl_module: Any = None
     if module is None or _MARK not in trainer.__dict__:
         return _module_hook(trainer, hook_name, *args, pl_module=pl_module, **kwargs)
     attributes = module.__dict__
+    # A hook may also be set on the instance, as tests and notebooks do.
     if hook_name not in attributes and getattr(type(module), hook_name, None) is _OF_MODULES.get(hook_name, _NO_HOOK):
         return None
     hook = getattr(module, hook_name)
@@ -356,6 +358,7 @@ class _KeptSignature:
     def __call__(self, kwargs: Any, batch: Any, batch_idx: int) -> Any:
         module = _MODULE_OF(self._loop.trainer)
         step = module.__dict__.get("training_step") or type(module).training_step
+        # The signature is read again where the user, or a callback, has replaced the step.
         if step is not self._step:
             kwargs = _TrainingEpochLoop._build_kwargs(self._loop, kwargs, batch, batch_idx)
             self._step, self._takes_index = step, "batch_idx" in kwargs

@@ -108,6 +108,7 @@ class ForkLauncher(_MultiProcessingLauncher):
     def _wrapping_function(
         self, process_idx: int, trainer: Any, function: Any, args: Any, kwargs: Any, return_queue: Any, *_: Any
     ) -> None:
+        # A fork has the launcher of its parent: without this it would signal its siblings, and fork ranks again.
         self.is_rank, self.procs = True, []
 
         def run(*args: Any, **options: Any) -> Any:

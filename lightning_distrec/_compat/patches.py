@@ -17,6 +17,7 @@ class Patches(ExitStack):
 
         An object's is written into its `__dict__`, past nn.Module.__setattr__, where it takes precedence over methods.
         """
+        # vars, not getattr: what is inherited is put back by deleting, or a later change of the base would be hidden.
         original = vars(target).get(name, _ABSENT)
         _set(target, name, value)
         self.callback(lambda: _set(target, name, original) if vars(target).get(name) is value else None)
@@ -24,6 +25,8 @@ class Patches(ExitStack):
     def replace_class(self, instance: Any, kind: type) -> None:
         """Make an object one of a subclass of its class, whose properties cannot be replaced on it."""
         original = type(instance)
+        # Python looks properties up on the class, past attributes of the instance. A subclass without slots has the
+        # layout of its base, so that the object keeps all that it has.
         instance.__class__ = kind
         self.callback(setattr, instance, "__class__", original)
 

@@ -52,7 +52,7 @@ def reset_after_failure(module: Any) -> None:
 
 def class_before_fully_shard(module: nn.Module) -> type[nn.Module]:
     """Return the class of a module before fully_shard replaced it. Source: torch/distributed/fsdp/_fully_shard."""
-    kind: type[nn.Module] = type(module).__mro__[module._orig_cls_mro_index]  # type: ignore[index]
+    kind: type[nn.Module] = type(module).__mro__[getattr(module, "_orig_cls_mro_index", 0)]
     return kind
 
 
@@ -96,7 +96,9 @@ def undo_fully_shard(module: Any, package: str, attributes: Iterable[str]) -> No
     for name in ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"):
         hooks = state["_forward_pre_hooks" if "pre" in name else "_forward_hooks"]
         state[name] = type(state[name])((key, value) for key, value in state[name].items() if key in hooks)
-    users_class = class_before_fully_shard(module) if hasattr(module, "_orig_cls_mro_index") else type(module)
+    users_class = class_before_fully_shard(module)
+    # Past nn.Module.__setattr__, which would sort values into parameters and buffers; and torch has no way back from
+    # fully_shard but the class itself, which it has swapped for one with FSDPModule in front.
     vars(module).clear()
     dropped = {*attributes, "_is_fsdp_managed_module", "_fsdp_use_orig_params"}
     vars(module).update({name: value for name, value in state.items() if name not in dropped})
@@ -118,6 +120,7 @@ def draw_dtensors_with(draw: Any) -> Callable[[], None]:
     dispatcher: Any = DTensor._op_dispatcher
     handlers = dispatcher._custom_op_handlers
     original_handlers = dict(handlers)
+    # The dispatcher reads this dict at each operation, which is the only setting there is; a copy is put back.
     handlers.update({operator: draw for operator in dispatcher._random_ops if "dropout" not in str(operator)})
 
     def undo() -> None:

@@ -239,7 +239,8 @@ class _SentIds(KJTAllToAllTensorsAwaitable):
             pg=meta.pg,
             input=meta._input,
             splits=meta.splits,
-            input_splits=[],  # so that it sends nothing
+            # Upstream's constructor starts an exchange for each tensor; with none it starts nothing.
+            input_splits=[],
             output_splits=[],
             input_tensors=[],
             labels=[],
@@ -273,6 +274,7 @@ class _SentIds(KJTAllToAllTensorsAwaitable):
 
 def _start(ids_sent: list[_SentIds]) -> None:
     """Collective. Start the exchanges of ids, those of one process group together."""
+    # In the order of lookups, which is the same on all ranks: a group's first member decides when it exchanges.
     groups: dict[Any, list[_SentIds]] = {}
     for ids in ids_sent:
         groups.setdefault(ids.group, []).append(ids)

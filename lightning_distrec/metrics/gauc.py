@@ -78,6 +78,7 @@ class GAUC(Metric):
             for name, values in zip(DTYPES, (preds, labels, users), strict=True):
                 getattr(self, name).append(values.to(DTYPES[name]))
             return
+        # No branch on the values: what does not count is added as 0 at the first place, and the host waits for no GPU.
         is_counted = (users >= 0) & (users < self.num_users) & ~preds.isnan()
         places = torch.where(
             is_counted, (users.long() * self.bins + bins_of(preds, self.bins, self.from_logits)) * 2, 0

@@ -135,6 +135,7 @@ class CandidateBlock:
             if self._latest_scores is not None:
                 yield first, self._latest_scores
                 continue
+            # In full precision: both passes over a block must have the same bits, or a target would not equal itself.
             with torch.autocast(queries.device.type, enabled=False):
                 values = without_nan(queries @ self._vectors[first : first + self._rows].T)
             self._latest_scores = values if self._rows >= len(self._vectors) else None
@@ -219,6 +220,7 @@ class Rounds:
                 "all of them on every rank. Pass candidates[slice_of_rank(num_candidates)]."
             )
         bytes_per_score = COPIES * (8 if is_double else 4)
+        # Rounds are as many on every rank, also where a rank has fewer queries: each round is a collective.
         size = max(1, min(max(num_queries), max_bytes // (bytes_per_score * len(held) * max(1, *held, 1))))
         return cls(
             ranks=len(held),

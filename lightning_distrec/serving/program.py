@@ -110,6 +110,7 @@ def export_program(
     """
     inputs = tensors_of(batch)
     program = Program(module, batch)
+    # Twice: only a program shows which inputs it reads, and a server should not have to send the others.
     used = _used(_exported(program, tables, inputs), inputs)
     return _exported(program, tables, used), used
 

@@ -104,10 +104,7 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The ranks: (data_parallel,) or (replicate, shard).
-
-        `self.device_mesh` is that too, in configure_model.
-        """
+        """The ranks: (data_parallel,) or (replicate, shard); `self.device_mesh` in configure_model is that too."""
         if self._mesh is None:  # as in Lightning's ModelParallelStrategy
             raise RuntimeError("Accessing the device mesh before processes have initialized is not allowed.")
         return self._mesh
@@ -130,7 +127,9 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
         trainer.accelerator.setup(trainer)
         if run.is_fitting and self._layer_sync:
             self._layer_sync.apply(module)
+        # A run that failed in a step may have left parameters gathered, which would be sharded as they are.
         drop_unfinished_step(module)
+        # Before sharding: fully_shard groups parameters by their types, and gathers one type at a time.
         self.precision_plugin.convert_module(module)
         options, mesh, precision = self._fsdp_options, self.device_mesh, str(trainer.precision)
         shard_module(module, options, mesh, self.root_device, precision, consensus)
@@ -138,6 +137,7 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
         run.undo.callback(sharded.teardown)
         self.model = module
         if run.is_fitting:
+            # After sharding, which puts DTensors in the place of the parameters: optimizers must hold those.
             self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers, module)
             run.undo.enter_context(clip_over_all_ranks(self.precision_plugin, None, {}))
@@ -184,6 +184,7 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        # On the host, by the control group: upstream's all-reduce would wait for a GPU's queue.
         decisions = self.session.consensus.all_gather(bool(decision))
         return False not in decisions if all else True in decisions
 

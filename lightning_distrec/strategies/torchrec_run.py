@@ -112,12 +112,6 @@ class TorchRecRun(Run):
         named = [*parameters, *self.module.named_buffers(remove_duplicate=False)]
         return [name for name, _ in named if name.startswith(prefixes)]
 
-    def dense_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that are not tables' shards."""
-        # By name: the shards are parameters of torchrec's modules, which are not below the proxies in the tree.
-        shards = set(self.shard_names())
-        return [parameter for name, parameter in self.module.named_parameters() if name not in shards]
-
     def shard_tables(
         self, strategy: DDPStrategy, settings: TableSettings, nodes: NodeLayout, shards_dense: bool
     ) -> RunTables | None:
@@ -209,9 +203,12 @@ class TorchRecRun(Run):
         """Collective. Let `wrap`, DDPStrategy's own, wrap the module in DDP, which ignores the tables' shards."""
         self.buffers.stop()
         self.buffers, strategy.model = NoBroadcasts(), self.module  # the last references: an old wrapper's hooks go too
-        self.frozen = [parameter for parameter in self.dense_parameters() if not parameter.requires_grad]
         shard_names = self.shard_names()
-        if shard_names and len(self.frozen) == len(self.dense_parameters()):
+        # By name: the shards are parameters of torchrec's modules, which are not below the proxies in the tree.
+        shards = set(shard_names)
+        dense = [parameter for name, parameter in self.module.named_parameters() if name not in shards]
+        self.frozen = [parameter for parameter in dense if not parameter.requires_grad]
+        if shard_names and len(self.frozen) == len(dense):
             broadcast_module_states(self.module, shard_names)  # DDP refuses a module without gradients to average
             return
         # Lightning builds DDP on a stream of its own, which waits for no other.

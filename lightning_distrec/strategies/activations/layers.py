@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_distrec._compat.torch_distributed import class_before_fully_shard
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.units import parse_bytes
 
@@ -48,9 +49,7 @@ def named_layers(module: nn.Module, names: Sequence[str], option: str) -> dict[s
 
 def class_name(module: nn.Module) -> str:
     """Return the name of a module's class; fully_shard puts "FSDP" in front of it."""
-    kind = type(module)
-    index = getattr(module, "_orig_cls_mro_index", 0)
-    return kind.__mro__[index].__name__
+    return class_before_fully_shard(module).__name__
 
 
 def repeated_layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -96,11 +96,13 @@ def find_facts(inputs: SetUpInputs, decisions: Decisions) -> ClusterFacts:
         device_bytes = memory_bytes_per_rank(device, local_ranks, settings.memory_bytes_per_rank)
         return choices, device_bytes, host_bytes_per_rank(device, local_ranks)
 
+    # What may raise on one rank alone comes first: the others would wait for it in the exchange.
     local_facts = consensus.all_or_none("setup", look)
     gathered = consensus.all_gather((*local_facts, device))
     request, reservation = gathered[0][0]
     for variable in request.unitless:
         rank_zero_info(f"{variable}={os.environ.get(variable)} has no unit: bytes per second are assumed.")
+    # Replicas of a shard lie on several ranks, of which the smallest must hold it.
     memory = RankMemory(
         device_bytes=tuple(min(gathered[r][1] for r in groups.same_shards(rank)) for rank in range(groups.size)),
         host_bytes=tuple(min(gathered[r][2] for r in groups.same_shards(rank)) for rank in range(groups.size)),

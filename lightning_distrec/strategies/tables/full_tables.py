@@ -48,6 +48,7 @@ class FullTables(DistRecStrategy[AnyRun]):
         if shards is None or full_name not in tables:
             return super().full_parameter(name, rows)
         ranks = self.session.consensus
+        # All ranks must ask for the same rows: this raises on all of them before one waits in the exchange.
         check_call(full_name, rows, tables, ranks)
         config = tables[full_name].config
         first, last = rows_of(full_name, rows, config.num_embeddings)
@@ -158,6 +159,7 @@ def _table_norms(table_shards: dict[str, list[LocalShard]], order: float, group:
             )
             parts[0, i] = 1
             parts[1, i] = torch.maximum(parts[1, i], part) if math.isinf(order) else parts[1, i] + part**order
+    # Every rank has an entry for every table, also where it has no shard: all reduce tensors of one shape.
     dist.all_reduce(parts[0], op=dist.ReduceOp.MAX, group=group)
     dist.all_reduce(parts[1], op=dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM, group=group)
     norms = parts[1] if math.isinf(order) else parts[1] ** (1 / order)

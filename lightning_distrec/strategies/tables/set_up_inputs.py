@@ -49,6 +49,7 @@ class TableSettings:
         check_check_ids(self.check_ids)
         if self.default_options.optimizer is not None:
             parse_table_optimizer("table_optimizer", self.default_options.optimizer)
+        # Here, so that a typing error is reported when the strategy is made, before any rank plans.
         for name, options in self.table_options.items() if isinstance(self.table_options, Mapping) else ():
             optimizer = (
                 options.get("optimizer") if isinstance(options, Mapping) else getattr(options, "optimizer", None)
