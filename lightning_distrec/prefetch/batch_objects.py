@@ -46,6 +46,7 @@ class BatchObjects:
     """The objects that can be reached from a batch, as they are before its step."""
 
     def __init__(self, roots: BatchRoots) -> None:
+        # By id, and with the object itself: the id of one that was freed may be given to another one.
         self._objects: dict[int, tuple[Any, Path]] = {}
         self._aliases: dict[int, tuple[Path, ...]] = {}
         self._tensors: dict[int, list[tuple[Tensor, Path]]] = {}
@@ -60,6 +61,7 @@ class BatchObjects:
             return
         self._objects[id(value)] = (value, path)
         if isinstance(value, Tensor):
+            # Tensors of other layouts have no storage of their own that a view could share.
             if value.layout == torch.strided:
                 self._tensors.setdefault(value.untyped_storage().data_ptr(), []).append((value, path))
             return
@@ -89,7 +91,7 @@ class BatchObjects:
         if argument is None or isinstance(argument, SCALARS):
             return ConstantSource(argument)
         if id(argument) in self._objects:
-            found, path = self._objects[id(argument)]
+            _, path = self._objects[id(argument)]
             if any(version is None for _, version in self._versions[id(argument)]):
                 return f"{path_text(path)} was made in inference mode, where writes in place are not counted"
             if not are_unwritten(self._versions[id(argument)]):
@@ -169,11 +171,13 @@ def _find_view(base: Tensor, source: PathSource, tensor: Tensor) -> PathSource |
     if start == 0 and both_contiguous and tensor.dim():
         return ViewSource(source, "reshape", tuple(tensor.shape[1:]), tuple(shape[1:]))
     for dim in range(base.dim()):
+        # In elements: what begins at place i of a dim begins i strides of this dim after the base.
         position, remainder = divmod(start, strides[dim]) if strides[dim] else (0, start)
         if remainder or not 0 <= position < shape[dim]:
             continue
         if same_geometry(shape[:dim] + shape[dim + 1 :], strides[:dim] + strides[dim + 1 :], tensor):
             return ViewSource(source, "select", (dim, position), (shape[dim],))
+        # No range of dim 0: how many rows a batch has changes from step to step.
         if dim > 0 and tensor.dim() == base.dim() and position + tensor.shape[dim] <= shape[dim]:
             narrowed = [*shape[:dim], tensor.shape[dim], *shape[dim + 1 :]]
             if same_geometry(narrowed, strides, tensor):

@@ -139,8 +139,10 @@ class Variant:
         """
         if changed := self._changed_tensor():
             raise NotReadyError(changed)
+        # A number in the recordings may be a size of the batch by chance, so that few shapes prove nothing for another.
         if len(self.shapes) < ENOUGH_SHAPES and self._shapes_of(roots) not in self.shapes:
             raise NotReadyError("a batch of new shapes")
+        # Calls of one recording share the results of their operations.
         replay = roots.memo.setdefault(self._recording, Replay(roots))
         # Lightning's precision plugins set another default type inside of the step, in which torch.linspace and others
         # were recorded; batches are prepared outside of it.
@@ -172,6 +174,7 @@ class Variant:
         if not all(map(are_equal, self.constants, other.constants)):
             return "a tensor that the step makes of Python numbers changes"
         self.shapes |= other.shapes
+        # Operations are numbered as their own step has run them. Of equal form, they are in one order.
         places = dict(zip(other.operations, self.operations, strict=True))
         for (number, reason), (other_number, _) in zip(self.numbers(), other.numbers(), strict=True):
             number.origins &= {
@@ -275,6 +278,7 @@ class ComputedCall:
         for variant in self._variants:
             if not (reason := variant.narrow(recorded)):
                 return
+            # Python may have branched: then other operations are another variant. Any other difference is for good.
             if reason != OTHER_OPERATIONS or not variant.may_branch_otherwise(recorded):
                 refusal = reason
         if refusal:
@@ -342,6 +346,7 @@ class Trial:
         for path, calls in self.calls.items():
             rank_reasons = [on_rank[path] for on_rank in gathered]
             if len({len(on_rank) for on_rank in rank_reasons}) > 1:
+                # Ranks have made unequal numbers of calls, and would send ids in exchanges of unequal lookups.
                 rank_reasons = [[IRREGULAR] * len(calls)]
             for call, *refused in zip(calls, *rank_reasons, strict=True):
                 if reason := next(filter(None, refused), ""):

@@ -56,6 +56,7 @@ class ControlMessage:
         self._reduction: MinReduction | None
         # One exchange carries flags and numbers of ids: on sockets each collective costs a round trip.
         if status.counts:
+            # Transposed: each rank gets one number for each lookup. `read` transposes what has come from the ranks.
             to_ranks = [list(counts) for counts in zip(*status.counts, strict=True)]
             self._reduction = ranks.start_min_and_exchange((*flags, *mins, *negated_maxs), to_ranks)
         else:

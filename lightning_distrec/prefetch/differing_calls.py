@@ -34,6 +34,7 @@ class WeightedCall:
 def number_weights(calls: list[WeightedCall]) -> int:
     """Return what is alike on all ranks where these calls are, in 56 bits. 0 stands for none."""
     flags = bytes([call.learns for call in calls])
+    # 7 bytes, so that the number and its negative fit into int64s of the message.
     return int.from_bytes(hashlib.blake2b(flags, digest_size=7).digest(), "big")
 
 
@@ -70,6 +71,7 @@ class LateComparison:
         if not gpu.is_on_gpu(differ):
             self._sent = differ
             return
+        # To pinned memory: a copy to other memory makes the host wait for the GPU.
         self._sent = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(differ, non_blocking=True)
         self._arrived = torch.cuda.current_stream(differ.device).record_event()
 

@@ -69,6 +69,7 @@ class Wrapper:
                 object.__setattr__(self, name, getattr(loader, name))
 
     def __getattr__(self, name: str) -> Any:
+        # copy.deepcopy asks the instance for __deepcopy__: the loader's own would return a copy without this wrapper.
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(object.__getattribute__(self, "_loader"), name)
@@ -111,6 +112,7 @@ class EndPolicy:
         Raises DataError on every rank: one rank's loader failed (it raises its own exception); the numbers of batches
         differ and mode is "error", or a rank has none.
         """
+        # Before anything is raised, so that the rank whose loader failed takes part.
         states = self._ranks.all_gather((state, failure and f"{type(failure).__name__}: {failure}"))
         if failure is not None:
             raise failure
@@ -152,6 +154,7 @@ class EvenLoader(Wrapper):
         count = 0
         while True:
             state, batch, failure = draw_next(batches)
+            # A batch of this rank is left out where another rank has none, and would never join its lookups.
             if self.ranks.all_reduce_min(state) < HAS_BATCH:
                 self.end.apply(count, state, failure)
                 return

@@ -5,8 +5,7 @@ drawn. Lightning's loop then gets a `ReadyBatch`, which the strategy unpacks whe
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,32 +51,23 @@ class PrefetchFetcher(DataFetcher):
     @override
     def __iter__(self) -> "PrefetchFetcher":
         self.drop()
-        # Iterators that begin in here leave it to this fetcher to agree: its messages carry the state of each batch.
-        with self._agreeing_here():
+        loaders = [loader for loader in self.combined_loader.flattened if isinstance(loader, EvenLoader)]
+        if len(self.combined_loader.flattened) > 1 and combining_mode(self.combined_loader) != "min_size":
+            # Each has an end of its own: Lightning restarts it then, leaves it out, or goes on with the next one.
+            self._agrees_on_draws, loaders = bool(loaders), []
+        # Iterators that begin now leave it to this fetcher to agree: its messages carry the state of each batch.
+        for loader in loaders:
+            loader.agrees = False
+        try:
             super().__iter__()
+        finally:
+            for loader in loaders:
+                loader.agrees = True
         self._count, self._num_drawn, self._has_ended = 0, 0, False
         self._has_more = self.length != 0
         self._loader_states = loader_states(self.combined_loader)
         override_loader_states(self.combined_loader, lambda: self._loader_states)
         return self
-
-    @contextmanager
-    def _agreeing_here(self) -> Iterator[None]:
-        """Inside of the context iterators that begin leave it to this fetcher to agree on where batches end.
-
-        Except where each of several loaders has an end of its own.
-        """
-        loaders = [loader for loader in self.combined_loader.flattened if isinstance(loader, EvenLoader)]
-        if len(self.combined_loader.flattened) > 1 and combining_mode(self.combined_loader) != "min_size":
-            # Lightning restarts a loader that ends, leaves it out, or goes on with the next one.
-            self._agrees_on_draws, loaders = bool(loaders), []
-        for loader in loaders:
-            loader.agrees = False
-        try:
-            yield
-        finally:
-            for loader in loaders:
-                loader.agrees = True
 
     @override
     def __next__(self) -> Any:
@@ -85,6 +75,7 @@ class PrefetchFetcher(DataFetcher):
 
         Raises StopIteration where not every rank has another one, or DataError as `EndPolicy` says.
         """
+        # First: where the last step has failed on another rank this raises, and no loader is drawn from.
         self._prefetcher.finish_step()
         if self.length is not None and self.fetched >= self.length:
             self.done = True
@@ -121,6 +112,7 @@ class PrefetchFetcher(DataFetcher):
     def _end_epoch(self) -> None:
         """Collective. End the epoch where not every rank has another batch. Raises DataError as `EndPolicy` does."""
         self.done = True
+        # Lightning may ask again after the end; `apply` is collective, and warns.
         if not self._has_ended:
             self._has_ended = True
             self._end.apply(self._count, self._queue[0].state, self._queue[0].failure)

@@ -99,6 +99,7 @@ class PrefetchedLookup:
         """Whether these are the prefetched arguments, not written to since. compare: as of `is_same_input`."""
         if len(arguments) != len(self._arguments):
             return False
+        # On a GPU numbers are compared for computed inputs only; what was found in the batch must be the same memory.
         compare = compare if isinstance(self.call, ComputedCall) else None
         is_same = all(
             is_same_input(argument, prefetched, compare)
@@ -115,6 +116,8 @@ class PrefetchedLookup:
         self.table.note_call(self.request)
         if self.waits_for_weights and arguments is not None:
             self.table.give_weights(self.request, arguments)
+        # Under manual optimization an optimizer may have stepped since the rows were looked up. The state is alike on
+        # all ranks: either all of them look up again or none does.
         if self._looked_up is not None and self._state == self.table.state():
             return self._looked_up, True
         return self.table.look_up(self.request), False
@@ -170,6 +173,7 @@ class InFlightBatch:
         except Exception as error:  # the step itself will raise it, or do without what is missing
             self.prefetched = None
             self.preparation_failure = f"{type(error).__name__}: {error}"
+        # The lookups have what they need; the memo would hold intermediate results until the step of this batch.
         self.roots.memo.clear()
 
     def _prepared(self, call: PrefetchedCall, table: Prefetchable) -> PrefetchedLookup | None:
@@ -245,6 +249,8 @@ class InFlightBatch:
     ) -> None:
         # A negative size: some rank has sent UNREADY or REFUSED.
         unready = {call.path for call, sizes in zip(step.calls, sizes_by_lookup, strict=False) if sizes[0] < 0}
+        # Decided by the agreed sizes, so that all ranks send the ids of the same lookups in one exchange.
+        # Not strict below: messages are padded to the kind of step with the most calls.
         self.prefetched, self.placed_paths = [], step.placed_paths | unready
         for call, lookup, sizes, received in zip(step.calls, self._lookups, sizes_by_lookup, counts, strict=False):
             is_ready = sizes[0] >= 0 and (call.path in step.regular or call.path not in unready)
@@ -277,6 +283,7 @@ class InFlightBatch:
 
     def start_exchange(self, start: Callable[[list[Any]], Exchange]) -> None:
         """Collective. Send the sizes of its ids, where that has not been done."""
+        # Where ids are out of range nothing is sent: all ranks raise when that batch's step begins.
         if self.exchange is None and self.prefetched and self.agreed_status().ids_in_range:
             self.exchange = start([lookup.request for lookup in self.prefetched])
 

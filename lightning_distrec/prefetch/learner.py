@@ -96,8 +96,10 @@ class Learner:
                 self._learn_trial(batch, self._trials.pop(batch.kind))
         else:
             for call in batch.unready:
+                # A slice, which is empty where this step has made fewer calls.
                 for variant in variants.get(call.path, [])[call.place : call.place + 1]:
                     call.learn(variant)
+        # They hold all tensors of the batch, whose memory would last until another step is recorded.
         batch.objects = self._batch = None
         return is_first
 
@@ -154,6 +156,7 @@ class Learner:
         refused = [call for call in batch.refused_calls() if not call.is_reported]
         if not refused:
             return
+        # All ranks come here: the agreed sizes name the refused calls, and `is_reported` is set below alone.
         gathered = self._ranks.all_gather([call.refused for call in refused])
         for call, *reasons in zip(refused, *gathered, strict=True):
             call.is_reported = True

@@ -69,6 +69,7 @@ def first_batches(loader: DataLoader[Any], count: int) -> Generator[Any, None, N
     else:
         fetched |= {"sampler": copy.deepcopy(loader.sampler, memo), "batch_size": None}
     with _keep_generators(loader.dataset, loader.collate_fn):
+        # With a generator, since torch draws a seed for each iterator, by default from its global random numbers.
         yield from islice(DataLoader(loader.dataset, generator=torch.Generator(), **fetched), count)
 
 

@@ -40,17 +40,11 @@ class ResumableSampler:
             kind for kind in (DistributedSampler, DistributedSamplerWrapper) if _iterates_as(self.entries, kind)
         ]
         self.is_distributed = bool(distributed)
-        self.rank, self.num_ranks, self.order = (
-            rank,
-            num_ranks,
-            _sampler_order(self.entries) if num_ranks == 1 else None,
-        )
-        if self.is_distributed:
-            self.rank, self.num_ranks, self.order = (
-                self.entries.rank,
-                self.entries.num_replicas,
-                distributed[0].__name__,
-            )
+        self.rank, self.num_ranks = rank, num_ranks
+        self.order = _sampler_order(self.entries) if num_ranks == 1 else None
+        if distributed:
+            self.rank, self.num_ranks = self.entries.rank, self.entries.num_replicas
+            self.order = distributed[0].__name__
         self.start: State | None = None
         self.origin: State = {}
 
@@ -77,9 +71,8 @@ class ResumableSampler:
         # Nothing is done before the first entry is drawn: torch makes this iterator twice where there are workers.
         batches = self.base
         if self.start is None:
-            epoch_settings = (
-                (self.entries.epoch, self.entries.seed, self.entries.shuffle) if self.is_distributed else None
-            )
+            entries = self.entries
+            epoch_settings = (entries.epoch, entries.seed, entries.shuffle) if self.is_distributed else None
             self.origin = {"order": self.order, "generator": self.generator.get_state(), "of_epoch": epoch_settings}
         else:
             self.origin = {name: self.start[name] for name in ("order", "generator", "of_epoch")}
@@ -94,6 +87,7 @@ class ResumableSampler:
         if start["order"] is None or (start["order"] == self.order and not self.is_distributed):
             with torch.random.fork_rng(devices=[]):
                 self.generator.set_state(start["generator"])  # a generator of its own is not reset
+                # Trained entries are drawn once more and dropped; the fork restores the global random numbers.
                 entries = iter(self.entries)
                 deque(islice(entries, start["samples"] // self.num_ranks), maxlen=0)
             return entries
@@ -112,12 +106,14 @@ class ResumableSampler:
         if start["order"] == "SequentialSampler":
             return list(samples)
         if start["order"].startswith("RandomSampler"):
+            # Without one of its own RandomSampler draws a seed from torch's global generator, whose state is set below.
             generator = torch.Generator().set_state(start["generator"]) if "(generator)" in start["order"] else None
             sampler: Any = RandomSampler(samples, generator=generator)
         else:
             is_ours = start["order"] == "DistributedSamplerWrapper"
             sampler = copy.copy(self.entries) if is_ours else DistributedSampler(samples, num_replicas=1, rank=0)
             sampler.num_replicas, sampler.rank, sampler.drop_last = 1, 0, False
+            # Its constructor has computed both for the number of ranks.
             sampler.num_samples = sampler.total_size = len(samples)
             sampler.epoch, sampler.seed, sampler.shuffle = start["of_epoch"]
         with torch.random.fork_rng(devices=[]):
@@ -126,6 +122,7 @@ class ResumableSampler:
 
 
 def _iterates_as(sampler: Any, kind: type[Any]) -> bool:
+    # A subclass that only adds methods draws in the same order; with an __iter__ of its own the order is unknown.
     return getattr(type(sampler), "__iter__", None) is kind.__iter__
 
 
@@ -203,6 +200,7 @@ def adapt_progress(fit_loop: dict[str, Any], num_ranks: int) -> None:
     if not states:
         return
     current = {name: min(count, progress["current"]["processed"]) for name, count in progress["current"].items()}
+    # Lightning counts a batch as ready before its step and as processed after it: the difference is a failed step.
     undone = progress["current"]["ready"] - current["ready"]
     for state in states:
         state["samples"] -= min(undone, state["batches"]) * state["batch_size"] * state["num_ranks"]
@@ -265,9 +263,7 @@ class PositionedLoader(Wrapper):
             return "the checkpoint does not hold the position of such a dataloader"
         order, layout = self.sampler_in_use.order, self.sampler_in_use.layout()
         if order is None or state["order"] is None:
-            compared = (
-                ("rank", "num_ranks", "length") if layout["num_ranks"] == 1 else ("rank", "num_ranks", "batch_size")
-            )
+            compared = ("rank", "num_ranks", "length" if layout["num_ranks"] == 1 else "batch_size")
             can_resume = order == state["order"] and all(layout[name] == state[name] for name in compared)
         else:
             wraps = "DistributedSamplerWrapper" in (order, state["order"])
@@ -301,6 +297,7 @@ class PositionedLoader(Wrapper):
         with _draw_from(self.torch_loader, sampler):
             with nullcontext() if start is None else torch.random.fork_rng(devices=[]):  # workers' seeds are drawn
                 batches = iter(self._loader)
+            # With the first batch: `ResumableSampler.__iter__` runs, and sets `origin`, once it is drawn from.
             batches = chain(list(islice(batches, 1)), batches)
         if start is not None and not sampler.origin:
             self._restart(f"{type(self.torch_loader).__name__} started its workers before, or draws in its own way")

@@ -107,6 +107,8 @@ class Prefetcher:
                 batch.prepare(calls, self._tables)
             if batch.preparation_failure:
                 self._learner.report_unlike(batch)
+        # With a depth of 2 its ids are sent in the step that begins next. With a higher one its status goes along with
+        # the control message of a step.
         if self.depth == 2:
             batch.announce(self._message_about(batch))
 
@@ -136,8 +138,7 @@ class Prefetcher:
         return ControlMessage(self.ranks, status)
 
     def hand_out(self, current: InFlightBatch, following: list[InFlightBatch]) -> None:
-        """Collective. Note that the step of `current` is next, and that `following` come after it."""
-        self.finish_step()
+        """Note that the step of `current` is next, and that `following` come after it."""
         self.current, self._following = current, following
 
     # -- a step
@@ -149,11 +150,11 @@ class Prefetcher:
         if current is None or batch is not current.batch:
             return  # no fetcher of ours has drawn it, with dataloader_iter for example
         self._step = step = Step(current, self._following, self.counts.setdefault(current.kind, LookupCounts()))
-        if current.is_announced:
-            self._learner.report_refused(current)
+        self._learner.report_refused(current)
         self._learner.begin_step(current)
         if current.kind not in self._learner.calls:
             return
+        # Agreed by all ranks, so that all of them reach the collective in `raise_problem`.
         if current.prefetched is not None and not current.agreed_status().ids_in_range:
             current.raise_problem(self.ranks)
         # Sizes leave before this batch's rows: they are small, and the ids can follow as soon as the link is free.
@@ -162,6 +163,7 @@ class Prefetcher:
             self._following[0].start_exchange(self._exchange.start)
         if not current.prefetched:
             return
+        # In the first step of an epoch there was no step before it in which its ids could be sent.
         step.was_sent = current.exchange is not None
         current.start_exchange(self._exchange.start)
         assert current.exchange is not None
@@ -201,15 +203,18 @@ class Prefetcher:
         lookup, difference = current.find(path, arguments, differing.late.add)
         if lookup is None:
             return None
+        # Also where the call differs: the other ranks take part in this lookup, and wait for this rank's rows.
         looked_up, was_early = lookup.take(arguments if difference is None else None)
         step.counts.ahead += step.was_sent
         if lookup.waits_for_weights:
             step.weighted_calls.append(WeightedCall(path, lookup.request.learns))
+        # What changes its rows before the call does so in later steps too: an early lookup would be made twice.
         if not was_early:
             self._late.add((current.kind, (current.prefetched or []).index(lookup)))
         if difference is not None:
             looked_up = differing.note(difference, lambda: lookup.table.zeros(arguments, looked_up))
         if not current.waiting:
+            # After the last step of an epoch no call would read the comparison.
             if not step.following and not differing.late.is_empty:
                 differing.check_late(wait=True)
             self._send_message(step)
@@ -249,6 +254,7 @@ class Prefetcher:
             self._prefetch_following(step)
         self.differing.late.end_step()
         step.send_following()
+        # Not sent yet where nothing was prefetched, or where the step made fewer calls. Each rank sends one in a step.
         message = step.message or self._send_message(step)
         if not has_backward:
             self._read_message(step, message)
@@ -295,6 +301,7 @@ class Prefetcher:
 
     def finish_step(self) -> None:
         """Collective. End the step and its backward. Raises as `end_step`, where the message has not been read."""
+        # Unread where Lightning has skipped the backward, as after a training_step that returned None.
         if self._step is not None and self._step.message is not None:
             self._read_message(self._step, self._step.message)
         self._step = None

@@ -160,6 +160,7 @@ class Recorder:
         self.objects = objects
         self.read_refusal = ""
         """Why a value that Python has read cannot be computed ahead."""
+        # Key of `BatchRoots.memo`: numbers of operations have a meaning within one recording only.
         self._identity = object()
         self._operations: list[Operation] = []
         self._spoiled: dict[int, str] = {}
@@ -170,6 +171,7 @@ class Recorder:
         """id of a tensor that can be computed ahead -> it, so that its id stays its own, and where it comes from."""
         self._storages: dict[int, str] = {}
         """Storage -> what it is called where writes to it spoil a recording; "" for held tensors."""
+        # By identity, since tensors compare element by element; weak, so that activations are freed as usual.
         self._refused: Any = WeakIdKeyDictionary()
         """Tensor that cannot be -> why not."""
         self.reads: Guards = {}
@@ -183,9 +185,11 @@ class Recorder:
             self._add(tensor, PathSource(path), path_text(path))
             for dim, size in enumerate(tensor.shape):
                 self._origins.setdefault(size, set()).add(("size", path, dim))
+            # The number of elements of a vector is its size, which is noted above.
             if tensor.dim() != 1:
                 self._origins.setdefault(tensor.numel(), set()).add(("numel", path))
         for name, weight in module.named_parameters():
+            # A step's update changes it after ids were computed of it for the next batch.
             if weight.requires_grad:
                 self._refused[weight] = f"it depends on the weight '{name}'"
         for prefix, child in module.named_modules():
@@ -267,6 +271,7 @@ class Recorder:
             return
         inputs, outputs = _tensors_in((args, kwargs)), _tensors_in(output)
         reason = self._refusal(function, inputs)
+        # As of Tensor.item or bool(tensor): what Python does with the value is not recorded.
         if not outputs and isinstance(output, (bool, int, float)):
             if inputs:
                 self._note_read(function, args, kwargs, output, reason)
@@ -361,5 +366,6 @@ def _stamp(tensor: Any) -> tuple[int, int | None]:
 
 
 def _random_states() -> tuple[Any, ...]:
+    # The words of numpy's generator, as bytes since arrays compare element by element, and the position in them.
     numpy_state: Any = np.random.get_state()
     return random.getstate(), numpy_state[1].tobytes(), numpy_state[2]

@@ -207,6 +207,7 @@ def find_uniform_source(tensor: Tensor, ids: Tensor | None) -> UniformSource | N
         return None
     size = int(tensor[0])
     guesses = [UniformSource("lengths", size, False, tensor.dtype)] if size > 0 else []
+    # Offsets begin with 0. nn.EmbeddingBag takes them with or without the last one: include_last_offset.
     if size == 0 and tensor.numel() > 1 and int(tensor[1]) > 0:
         guesses += [UniformSource("offsets", int(tensor[1]), has_end, tensor.dtype) for has_end in (False, True)]
     for guess in guesses:
@@ -227,6 +228,7 @@ def is_same_input(argument: Any, prefetched: Any, compare: Compare | None = None
     if argument is prefetched:
         return True
     if isinstance(prefetched, LateWeights):
+        # Their numbers follow the ids at the call; only the shape must be that of the ids.
         return isinstance(argument, Tensor) and argument.shape == prefetched.shape and argument.is_floating_point()
     if isinstance(argument, Tensor) and isinstance(prefetched, Tensor):
         return same_memory(argument, prefetched) or _are_equal(argument, prefetched, compare)
@@ -244,6 +246,7 @@ def _is_same_jagged(argument: KeyedJaggedTensor, prefetched: KeyedJaggedTensor, 
     names = [
         name for name in ("lengths", "offsets") if prefetched_fields[name] is not None and fields[name] is not None
     ]
+    # Each of them determines the other, so that one is enough.
     return any(is_same_input(fields[name], prefetched_fields[name], compare) for name in names)
 
 

@@ -96,13 +96,13 @@ class RecordedCall:
 
     def _repeats(self, variant: Variant, arguments: tuple[Any, ...], roots: BatchRoots) -> bool:
         """Whether repeating the operations makes the same arguments: no value went past the recorder."""
-        roots.memo.clear()
         try:
             with replaying():
                 repeated = variant.get(roots)
         except Exception:  # the step itself has written to what it read, for example
             return False
         finally:
+            # The next call is repeated from the beginning: by then the step may have written to what it is made of.
             roots.memo.clear()
         pairs = zip(arguments, repeated, strict=True)
         return all(is_same_input(argument, computed, torch.equal) for argument, computed in pairs)

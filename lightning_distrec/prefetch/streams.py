@@ -24,6 +24,7 @@ class Streams:
         self._device = device
         on_gpu = gpu.is_gpu(device)
         self._copies = torch.cuda.Stream(device) if on_gpu else None
+        # High priority: its small kernels must not queue behind those of the forward.
         self.ids = torch.cuda.Stream(device, priority=-1) if on_gpu else None
         """On which ids are checked and exchanged; None on a CPU."""
 
@@ -63,6 +64,7 @@ class Streams:
         if copied is None:
             return
         stream = torch.cuda.current_stream(self._device)
+        # The copies' stream has allocated the memory, and could use it again while kernels of the step still read it.
         stream.wait_event(copied)
         for tensor in self._on_device(batch):
             tensor.record_stream(stream)

@@ -330,8 +330,8 @@ BREAKAGES = (
     Breakage(
         "sizes-waited-for-early",
         "lightning_distrec/prefetch/prefetcher.py",
-        r"if not current\.waiting: if not",
-        "if not current.waiting:\n            step.send_following()\n            if not",
+        r"if not current\.waiting:",
+        "if not current.waiting:\n            step.send_following()",
         "On NCCL the GPU idles while the host waits for sizes in each forward.",
         ("multiprocess/prefetch/test_emulated_streams.py",),
     ),

@@ -114,6 +114,7 @@ class PrefetchableTable:
         with without_guard():
             written = versions_of(self._weights)
         changed = self._changes.count
+        # Updates write too, and are counted: new versions without one are writes of the user's step.
         if changed == self._changed and self._written not in ([], written):
             raise ShardingError(
                 f"rows of '{self._lookup.path}' were written to inside of the step before they are looked up in it, "
@@ -154,6 +155,7 @@ class Prefetching:
             for path, proxy in tables.shards.proxies.items()
         }
         groups = tables.shards.groups
+        # Where tables are replicated over groups of ranks, ids stay inside of this rank's group.
         group = consensus.ids_group() if groups.num_replicas == 1 else groups.ids
         exchange = IdsExchange(
             start=lambda requests: start_exchange(requests, self._streams.ids, group),
@@ -218,6 +220,7 @@ class Prefetching:
             batch = call_transfer_hook(self._module, batch, dataloader_idx)
             if self._streams.on_gpu:  # last: conversions and hooks return memory that is not pinned
                 batch = pin(batch)
+                # A user's transfer_batch_to_device must get what the hooks have returned, on the host.
                 if not self._moves_itself:
                     batch = move_jagged(batch, self._strategy.root_device)
             in_flight.batch = self._strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
@@ -253,6 +256,7 @@ class Prefetching:
 
     def before_backward(self) -> None:
         """Collective. Prepare for a backward that begins now."""
+        # Tables with a fused optimizer are updated inside of backward: rows that were looked up before are stale.
         self._changes.count += 1
         with OWN:  # under manual optimization the step goes on
             self.prefetcher.before_backward()
