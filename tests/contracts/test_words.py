@@ -1,5 +1,6 @@
 """The package and its docs use TorchRec's, Lightning's and PyTorch's words; ours from before do not come back."""
 
+import ast
 import io
 import re
 import tokenize
@@ -91,6 +92,19 @@ PHRASES = {
 }
 """Pattern in docstrings, comments, messages and docs, in any case -> what is written instead."""
 
+FUNCTION_WORDS = frozenset(
+    re.findall(
+        r"\w+",
+        """of mine own ours theirs here there now then before after found kept known more rest others each one what why
+        where so again by to took given wanted left alone alike same chosen taken asked said told nothing everything
+        everybody at on both whose which who how these those such""",
+    )
+)
+FUNCTION_PREFIXES = ("of_", "by_", "why_", "what_")
+"""Words that name nothing: a variable says what it holds, as `local_shapes`, `per_rank_messages`, `candidate_plans`."""
+MAX_SHARE = {"lightning_distrec": 0.003, "recipes": 0.003, "tests": 0.01}
+"""Folder -> the share of function words among the names that it binds, at most."""
+
 EXCEPTIONS = {
     ("lightning_distrec/checkpoint/tools/torch_file.py", "tell"): "a method of Python's files",
     ("lightning_distrec/checkpoint/tools/describe.py", r"\bcuts?\b"): "a key in markers on disk",
@@ -143,6 +157,52 @@ def old_words(root: Path) -> Iterator[Hit]:
             continue
         yield from ((path, 1, key) for key in in_name(path))
         yield from ((path, line + 1, key) for line, key in in_text(file.read_text("utf-8")))
+
+
+def names_bound(source: str) -> Iterator[tuple[str, int]]:
+    """Yield the variables, fields and arguments that a Python file binds, with their lines."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+
+
+def is_function_word(name: str) -> bool:
+    """Whether a name holds no noun."""
+    plain = name.strip("_")
+    return plain in FUNCTION_WORDS or plain.startswith(FUNCTION_PREFIXES)
+
+
+def function_words(root: Path, folder: str) -> tuple[list[str], int]:
+    """Return "file:line: name" of the function words that a folder's files bind, and how many names they bind."""
+    hits, num_names = [], 0
+    for file in sorted((root / folder).rglob("*.py")):
+        for name, line in names_bound(file.read_text("utf-8")):
+            num_names += 1
+            if is_function_word(name):
+                hits.append(f"{file.relative_to(root).as_posix()}:{line}: '{name}'")
+    return hits, num_names
+
+
+@pytest.mark.parametrize("folder", MAX_SHARE)
+def test_variables_are_nouns(folder: str) -> None:
+    hits, num_names = function_words(ROOT, folder)
+    assert len(hits) <= MAX_SHARE[folder] * num_names, "\n" + "\n".join(hits)
+    assert not [hit for hit in hits if "'of_" in hit and folder == "lightning_distrec"], hits
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("for of in plans: pass", ["of"]),
+        ("def f(self, found, *, of_ranks=()): theirs = found", ["found", "of_ranks", "theirs"]),
+        ("class Options:\n    by_table: dict\n    offset: int", ["by_table"]),
+        ("local_shapes = [shape for shape in shapes]; founder = official = 1", []),
+    ],
+)
+def test_function_words_are_found(source: str, names: list[str]) -> None:
+    assert sorted(name for name, _ in names_bound(source) if is_function_word(name)) == names
 
 
 def test_no_old_word_comes_back() -> None:

@@ -47,8 +47,8 @@ class Data(pl.LightningDataModule):
             {
                 "ids": KeyedJaggedTensor(
                     keys=list(bags),
-                    values=torch.tensor([i for of in bags.values() for bag in of for i in bag]),
-                    lengths=torch.tensor([len(bag) for of in bags.values() for bag in of]),
+                    values=torch.tensor([i for entry in bags.values() for bag in entry for i in bag]),
+                    lengths=torch.tensor([len(bag) for entry in bags.values() for bag in entry]),
                 ),
                 "label": torch.ones(BATCH),
             }
@@ -95,11 +95,11 @@ def test_a_plan_follows_what_its_batches_look_up(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     code, text, _ = run(capsys, "--from-data", "3", "--save-plan", "plan.json", "--html", "plan.html", "--json")
-    found = json.loads(text)
+    actual = json.loads(text)
     assert code == 0
-    assert found["planned_with"][0] == ["examples per rank", str(BATCH), "of the first batch"]
-    assert any("no batch holds the features of bags.unseen by name" in line for line in found["assumed"])
-    assert any("one id per example and feature is assumed for 1 table without" in line for line in found["assumed"])
+    assert actual["planned_with"][0] == ["examples per rank", str(BATCH), "of the first batch"]
+    assert any("no batch holds the features of bags.unseen by name" in line for line in actual["assumed"])
+    assert any("one id per example and feature is assumed for 1 table without" in line for line in actual["assumed"])
     assert "ids per example" in Path("plan.html").read_text()
 
 
@@ -134,6 +134,6 @@ def test_rows_that_repeat_make_updates_shorter() -> None:
 
 def test_the_heat_map_adds_up_to_what_ranks_hold_and_send() -> None:
     plan = planned_at_random(12, NodeLayout.equal(4, 2), seed=3)
-    found = cells(plan, list(plan.tables.values()))
-    assert np.allclose(found["memory"].sum(axis=0), plan.table_bytes(), atol=len(plan.tables))
-    assert (found["sent per step"].sum(axis=0) >= plan.traffic.sent() * 0.99).all()  # sizes are sent once for several
+    actual = cells(plan, list(plan.tables.values()))
+    assert np.allclose(actual["memory"].sum(axis=0), plan.table_bytes(), atol=len(plan.tables))
+    assert (actual["sent per step"].sum(axis=0) >= plan.traffic.sent() * 0.99).all()  # sizes are sent once for several
