@@ -186,8 +186,7 @@ class ShortExchange(_Exchange):
                         tensor.record_stream(current)
                     request.features.record_stream(current)  # pooling of means reads their lengths
         # Not slices, which would keep the memory as long as this object lives.
-        self._work, self._sent = None, self._sent.new_empty(0)
-        self._received = self._sent
+        self._work, self._sent, self._received = None, torch.empty(0), torch.empty(0)
 
     def drop(self) -> None:
         """Wait for what this rank has sent, without sending more: other ranks may not take part."""
