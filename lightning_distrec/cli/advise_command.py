@@ -67,9 +67,11 @@ def _profile_first_batch(recipe: RecipeBuilder, precision: str, options: ChosenO
     module = recipe.model
     try:
         batch = _first_batch(module, recipe.datamodule)
+        # No Trainer calls the hook here.
         if not recipe.on_meta:
             module.configure_model()
         layers = watched_layers(module, options.dense)
+    # Of any kind, as the user's code runs here: the advice is then without activations.
     except Exception as error:
         reason = describe_error(error)
         return StepProfile(notes=(f"the first batch could not be read ({reason}), so activations are left out",))

@@ -56,6 +56,7 @@ def run_export(options: Namespace) -> int:
         exit_on_sigterm(),
         Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as progress,
     ):
+        # For a file the total comes with the first report; for a folder it stays unknown.
         task = progress.add_task("", total=None)
         if is_folder:
             from lightning_distrec.cli.export_recipe import export_recipe  # loads torchrec

@@ -49,6 +49,7 @@ def check_options(options: Namespace, command: str, **minimums: int) -> None:
 @contextmanager
 def exit_on_sigterm() -> Iterator[None]:
     """Raise SystemExit on SIGTERM, so that temporary files are removed and child processes are terminated."""
+    # 128 + number is what a shell reports of a process that ended by this signal.
     earlier_handler = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield
@@ -164,6 +165,7 @@ def slurm_parser() -> ArgumentParser:
     add("--account", type=str, default="", help="Charge this account; empty: Slurm's default.")
     add("--signal-seconds", type=int, default=120, help="Save a checkpoint this many seconds before the time limit.")
     add("--job-name", type=str, default="", help="Name the job; empty: the folder of the first YAML file.")
+    # argparse formats help texts by %.
     add("--error", type=str, default="", help="Write stderr to this file, such as %%x-%%j.err; empty: into the log.")
     add(
         "--setup", type=str, action="append", help='Run this line first, such as "module load cuda"; repeat for others.'
@@ -274,6 +276,7 @@ class Command(NamedTuple):
 
     help: str
     parser: Callable[[], ArgumentParser]
+    # A name and no module: importing one loads torch.
     file: str
 
 

@@ -39,6 +39,7 @@ def export_recipe(options: Namespace, on_progress: Callable[[int], None]) -> Non
     bits = None if options.format == "torch.export" else options.bits or 8
     if bits is None and options.bits is not None:
         raise ConfigError("export: --bits is for --format quantized.")
+    # Before the module is built, which takes longer than to notice a wrong path.
     state = read_contents(Path(options.checkpoint), options.pickles).checkpoint.get("state_dict")
     if not isinstance(state, dict):
         raise CheckpointError(f"{options.checkpoint} holds no state_dict; there is nothing to export.")
@@ -47,6 +48,7 @@ def export_recipe(options: Namespace, on_progress: Callable[[int], None]) -> Non
     module: LightningModule = recipe.model
     if not is_overridden("predict_step", module) and not is_overridden("forward", module):
         raise ConfigError(f"export: {type(module).__name__} has neither predict_step nor forward. Write one of them.")
+    # A Trainer would call this hook, where tables may be made as well as in __init__.
     with tables_on_meta():
         module.configure_model()
     batch, first_request = _example_batches(module, recipe.datamodule)
@@ -77,17 +79,20 @@ def _example_batches(module: LightningModule, data: LightningDataModule | None) 
             continue
         source.setup(stage)
         loader = getattr(source, name)()
+        # Lightning allows several for each stage.
         loader = loader[0] if isinstance(loader, (list, tuple)) else loader
         return next(iter(loader)), _batch_of_one(loader)
     raise ConfigError(f"export: no example of a batch: there is none of {', '.join(LOADERS.values())}.")
 
 
 def _batch_of_one(loader: Any) -> Any:
+    # Without a batch sampler the dataset makes the batches itself, and cannot make one of a single example.
     if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
         return None
     dataset: Any = loader.dataset
     if not hasattr(dataset, "__getitem__"):
         return None
+    # As DataLoader's own fetcher does.
     items = dataset.__getitems__([0]) if hasattr(dataset, "__getitems__") else [dataset[0]]
     return loader.collate_fn(items)
 

@@ -26,6 +26,7 @@ def run_bench(options: Namespace) -> int:
     print_results(results, options.steps, console())
     folder = Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
+    # Also where all have failed: it holds the reasons.
     (folder / "results.json").write_text(json.dumps(as_json(results), indent=1))
     if all(result.failure for result in results):
         return EXIT_NEGATIVE
@@ -91,11 +92,13 @@ def run_doctor(options: Namespace) -> int:
             print(json.dumps(as_json(findings, problems), indent=1))
         else:
             print_diagnosis(findings, problems, console())
+    # All ranks have all findings: the launcher sees one exit code.
     return EXIT_NEGATIVE if any(problem.kind == "error" for problem in problems) else EXIT_OK
 
 
 def run_slurm(options: Namespace) -> int:
     """Run the command and return its exit code."""
+    # The options have the names of BatchJob's fields, but for --out and --config.
     fields = {name: value for name, value in vars(options).items() if name != "out"}
     for name in ("config", "setup", "sbatch", "overrides"):
         fields[name] = tuple(fields[name] or ())
@@ -104,6 +107,7 @@ def run_slurm(options: Namespace) -> int:
     if options.out == "-":
         print(text, end="")
     else:
+        # Not over a script that a user may have changed.
         with open(options.out, "x") as file:
             file.write(text)
         print(f"Wrote {options.out}. Submit it with: sbatch {options.out}")

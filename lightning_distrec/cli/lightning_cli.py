@@ -82,6 +82,7 @@ class RecipeBuilder(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         trainer = self.config.fit.trainer
+        # A copy, from before the changes below.
         self.settings = SimpleNamespace(**vars(trainer))
         # A logger or a strategy may need packages, GPUs or a launcher that this machine does not have.
         trainer.logger, trainer.strategy = False, "auto"
@@ -109,10 +110,12 @@ def build_recipe(configs: Sequence[str], builder: type[Builder]) -> Builder:
     """Return a builder that has built what the YAML files describe. Raises SystemExit: LightningCLI rejects them."""
     arguments = [argument for config in configs for argument in ("--config", config)]
     with warnings.catch_warnings():
+        # It warns of arguments next to those of sys.argv, which are another command's here.
         warnings.filterwarnings("ignore", ".*LightningCLI's args parameter")
         return builder(
             subclass_mode_model=True,
             subclass_mode_data=True,
+            # Nothing runs that a saved config would describe.
             save_config_callback=None,
             parser_kwargs={"default_env": True},
             args=["fit", *arguments],
@@ -140,6 +143,7 @@ def count_devices(devices: Any, device: str) -> int:
         return int(devices)
     if isinstance(devices, str) and "," in devices:
         return len([device for device in devices.split(",") if device.strip()])
+    # "auto" is one process there: CPUAccelerator.auto_device_count.
     if device == "cpu":
         return 1
     if not torch.cuda.is_available():

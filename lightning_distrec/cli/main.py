@@ -32,16 +32,19 @@ def main(args: Sequence[str] | None = None) -> int:
         commands = import_module(f"lightning_distrec.cli.{COMMANDS[name].file}")
         code: int = getattr(commands, f"run_{name}")(options)
         return code
+    # All others are bugs, or of the user's code: they keep their traceback.
     except (DistRecError, OSError) as error:
         print(f"lightning-distrec: {error}", file=sys.stderr)
         return EXIT_ERROR
     except KeyboardInterrupt:
+        # As a shell reports a process that ended by the signal.
         return 128 + signal.SIGINT
 
 
 def _is_for_lightning(args: Sequence[str]) -> bool:
     """Return whether LightningCLI parses the command line. Unknown commands go to our parser."""
     if not args:
+        # With default_env, LightningCLI takes its command from there.
         return "PL_SUBCOMMAND" in os.environ
     package_options = ("-h", "--help", "--version")
     return args[0] in LIGHTNING_COMMANDS or (args[0].startswith("-") and args[0] not in package_options)
@@ -89,6 +92,7 @@ def _versions() -> str:
 
 def _make_working_directory_importable() -> None:
     """Let `class_path: recipes.movielens_dlrm.model.ClickModel` be found from the folder that the command runs in."""
+    # A console script has its own folder on the path, and not this one.
     if (folder := os.getcwd()) not in sys.path:
         sys.path.insert(0, folder)
 

@@ -67,6 +67,7 @@ class PlanRecipeBuilder(MetaRecipeBuilder):
             super().instantiate_classes()
 
     def instantiate_trainer(self, **arguments: Any) -> Any:
+        # `config_init` has the instances, where `settings` has the values that were parsed.
         self.settings.strategy_built = self.config_init.fit.trainer.strategy
         return super().instantiate_trainer(**arguments)
 
@@ -91,6 +92,7 @@ def plan_ahead(options: Namespace) -> DryRun:
 
     Raises ConfigError, and the strategy's own errors.
     """
+    # All options are checked before the module is built, which may take long.
     bandwidths = _parse_bandwidths(options.bandwidth or [])
     check_options(options, "plan", nodes=1, devices=1, batch_size=1, from_data=1)
     host_bytes, memory = _parse_memory(options, "host_memory"), _parse_memory(options, "device_memory")

@@ -46,6 +46,7 @@ def recipe_names(folder: Path) -> list[str]:
 def find_parts(folder: Path, name: str) -> list[str]:
     """Return what a recipe needs, as names in `folder`: itself first, then what its files name, and so on."""
     parts = [name]
+    # The list grows meanwhile: what is appended is searched in its turn.
     for part in parts:
         path = folder / part
         files = [path] if path.is_file() else [*path.rglob("*.py"), *path.rglob("*.yaml")]
@@ -62,6 +63,7 @@ def _print_list(folder: Path) -> None:
     for heading in ("recipe", "strategy", "what it does"):
         text.add_column(heading)
     for name in recipe_names(folder):
+        # Not imported: a recipe may need packages that are not installed.
         description = ast.get_docstring(ast.parse((folder / name / "__init__.py").read_text("utf-8"))) or ""
         text.add_row(name, _strategy(folder / name / "cpu.yaml"), description.splitlines()[0])
     console().print(text)
@@ -83,6 +85,7 @@ def _copy(folder: Path, name: str, into: Path) -> None:
         raise ConfigError(f"recipes copy {name}: {target / name} exists already. Remove it, or set --into FOLDER.")
     target.mkdir(parents=True, exist_ok=True)
     for part in ["__init__.py", *find_parts(folder, name)]:
+        # What several recipes share may have been changed since an earlier copy.
         if (target / part).exists():
             if changed := sorted(_changed_files(folder / part, target / part)):
                 print(f"Kept, though they differ from the package's: {', '.join(map(str, changed))}")
@@ -98,5 +101,6 @@ def _changed_files(original: Path, copy: Path) -> Iterator[Path]:
     """Yield the files that both have and that differ."""
     for file in [original, *original.rglob("*.py"), *original.rglob("*.yaml")]:
         copied = copy / file.relative_to(original)
+        # By content: otherwise filecmp trusts equal sizes and times.
         if copied.is_file() and not filecmp.cmp(file, copied, shallow=False):
             yield copied

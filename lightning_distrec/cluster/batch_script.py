@@ -81,17 +81,21 @@ def batch_script(job: BatchJob) -> str:
         "nodes": job.nodes,
         "ntasks-per-node": 1 if uses_torchrun else job.ranks_per_node,
         "gpus-per-node": job.ranks_per_node if job.gpus else "",
+        # The single task of a node is torchrun, with which its ranks share the CPUs.
         "cpus-per-task": job.cpus_per_rank * (job.ranks_per_node if uses_torchrun else 1),
         "time": job.time,
         "partition": job.partition,
         "account": job.account,
+        # Without "B:" Slurm signals the steps, where the ranks are, and not the shell of the script.
         "signal": f"USR1@{job.signal_seconds}",
         "output": "%x-%j.out",
         "error": job.error,
+        # By default a requeued job truncates the log of its earlier starts.
         "open-mode": "append",
     }
     sbatch_lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value != ""]
     sbatch_lines += ["#SBATCH --requeue", *(f"#SBATCH --{option}" for option in job.sbatch)]
+    # --kill-on-bad-exit: srun would let the other ranks of a failed one wait for their timeouts.
     start = _torchrun(job) if uses_torchrun else ["srun", "--kill-on-bad-exit=1", sys.executable]
     program = shlex.join([*start, "-m", "lightning_distrec"]).replace(HOST, '"$host"').replace(ATTEMPT, '"$attempt"')
     fit = shlex.join([*(word for config in job.configs for word in ("--config", config)), *job.overrides])
@@ -118,5 +122,6 @@ def _torchrun(job: BatchJob) -> list[str]:
         *(sys.executable, "-m", "torch.distributed.run"),
         *(f"--nnodes={job.nodes}", f"--nproc-per-node={job.ranks_per_node}", "--max-restarts=3"),
         *("--rdzv-backend=c10d", f"--rdzv-endpoint={HOST}", f"--rdzv-id={ATTEMPT}"),
+        # What is started is `python -m lightning_distrec`, by the Python of this environment.
         *("--no-python", sys.executable),
     ]

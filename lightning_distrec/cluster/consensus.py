@@ -147,6 +147,7 @@ def all_gather_plain(value: Any, group: Any = None) -> list[Any]:
 def _all_gather_bytes(data: bytes, size: int, num_ranks: int, group: Any) -> list[bytes]:
     sent, received = torch.zeros(size, dtype=torch.uint8), torch.empty(num_ranks * size, dtype=torch.uint8)
     if data:
+        # torch warns of read-only bytes, and frombuffer takes no empty buffer.
         sent[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     dist.all_gather_into_tensor(received, sent, group=group)
     return [received[rank * size : (rank + 1) * size].numpy().tobytes() for rank in range(num_ranks)]
@@ -237,6 +238,7 @@ class PendingMin:
         if group is not None and to_ranks is None:
             self._work = dist.all_reduce(sent, dist.ReduceOp.MIN, group=group, async_op=True)
         elif group is not None:
+            # Row i goes to rank i. Its first columns are alike in all rows: `wait` takes their minimum.
             self._values = torch.empty_like(sent)
             self._work = dist.all_to_all_single(self._values, sent, group=group, async_op=True)
 

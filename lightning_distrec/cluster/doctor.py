@@ -118,6 +118,7 @@ def _examine_rank(launched: Launched, folder: Path) -> Rank:
         versions=str(installed),
         versions_problem=problem_with(installed, on_cuda=torch.cuda.is_available()),
         devices=tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())),
+        # Not os.cpu_count: schedulers bind ranks to some of the machine's CPUs.
         cpus=len(os.sched_getaffinity(0)),
         memory_bytes=host_memory_bytes(),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
@@ -133,6 +134,7 @@ def _gather(value: Any) -> list[Any]:
 
 def _sees_folder(folder: Path, launched: Launched) -> bool:
     """Collective. Whether this rank sees what rank 0 writes into the folder."""
+    # All ranks know the name without a message, and other jobs in the folder have another.
     token = folder / f".distrec-doctor-{zlib.crc32(launched.point.identity.encode()):08x}"
     problem = ""
     if launched.rank == 0:
@@ -154,6 +156,7 @@ def _sees_folder(folder: Path, launched: Launched) -> bool:
 
 
 def _time_after_barrier() -> float:
+    # An all-gather ends nowhere before it has begun everywhere.
     _gather(None)
     return time.time()
 
@@ -166,6 +169,7 @@ def _choose_pairs(ranks: tuple[Rank, ...]) -> list[tuple[int, int]]:
     nodes = [ranks_by_node[node] for node in sorted(ranks_by_node)]
     within = [(node_ranks[0], node_ranks[1]) for node_ranks in nodes if len(node_ranks) > 1]
     around = [(a[0], b[0]) for a, b in zip(nodes, [*nodes[1:], nodes[0]], strict=True)]
+    # In a ring of two nodes both links are the same one; with a single node there is none.
     across = around[:1] if len(nodes) == 2 else around if len(nodes) > 2 else []
     return within[:MAX_LINKS] + across[:MAX_LINKS]
 
@@ -177,7 +181,9 @@ def _measure_link(first: int, second: int, launched: Launched, ranks: tuple[Rank
         peer, begins = (second, True) if launched.rank == first else (first, False)
         latency = statistics.median(_round_trip(peer, begins, 8) for _ in range(PINGS)) / 2
         seconds = statistics.median(_round_trip(peer, begins, TRANSFER_BYTES) for _ in range(TRANSFERS))
+        # The acknowledgement takes a latency of its own; a coarse clock may leave nothing.
         measured = (latency, TRANSFER_BYTES / max(seconds - latency, 1e-9))
+    # It also keeps the other ranks from the next pair, whose transfer would share the network.
     latency, speed = _gather(measured)[first]
     return Link(first, second, ranks[first].node != ranks[second].node, latency, speed)
 
@@ -214,6 +220,7 @@ class Problem:
 def find_problems(findings: Findings) -> list[Problem]:
     """Return the problems, errors first."""
     parts = (_version_problems, _folder_problems, _machine_problems, _link_problems)
+    # "error" is before "warning" in the alphabet, and sorted keeps the order of equal kinds.
     problems = itertools.chain.from_iterable(find(findings) for find in parts)
     return sorted(problems, key=lambda problem: problem.kind)
 
@@ -223,6 +230,7 @@ def _version_problems(findings: Findings) -> Iterable[Problem]:
     for problem in dict.fromkeys(rank.versions_problem for rank in ranks if rank.versions_problem):
         affected = _list_ranks(rank for rank in ranks if rank.versions_problem == problem)
         yield Problem("error", f"{affected}: {problem}", "Install matching versions: docs/installing.md.")
+    # Micro versions of Python may differ: 3.11.4 works with 3.11.9.
     versions = {(rank.versions, rank.python.rpartition(".")[0]) for rank in ranks}
     if len(versions) > 1:
         different = "; ".join(sorted(f"{having}, Python {python}" for having, python in versions))
@@ -268,6 +276,7 @@ def _machine_problems(findings: Findings) -> Iterable[Problem]:
             f"{_list_ranks(full)} have {decimal(lowest)} free in {SHARED_MEMORY}.",
             "Workers of dataloaders put batches there: enlarge it (docker run --shm-size), or use num_workers=0.",
         )
+    # The smallest of several: a rank may be held up between a barrier and its look at the clock.
     skew = min(max(times) - min(times) for times in zip(*(rank.clocks for rank in ranks), strict=True))
     if skew > MAX_SKEW_SECONDS:
         yield Problem(

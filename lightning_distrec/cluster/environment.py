@@ -163,6 +163,7 @@ def publish_ranks(environment: ClusterEnvironment | None, ranks_on_node: int) ->
     if isinstance(environment, LaunchedRanks):
         environment.launched.publish()
         return environment.launched.local_num_ranks
+    # Lightning's own, which a user has passed as a plugin; torchrun has set the variables.
     if isinstance(environment, TorchElasticEnvironment) and LOCAL_WORLD_SIZE in os.environ:
         return int(os.environ[LOCAL_WORLD_SIZE])
     return ranks_on_node
@@ -175,6 +176,7 @@ def local_world_size(num_local_ranks: int) -> Iterator[None]:
     Unset, torchrec takes 8 wherever the world size divides by 8 (torchrec/distributed/comm.py, get_local_size), so that
     4 nodes of 4 ranks would be planned as 2 nodes of 8.
     """
+    # Put back after the run: later Trainers of this process may have another number of ranks.
     earlier = os.environ.get(LOCAL_WORLD_SIZE)
     os.environ[LOCAL_WORLD_SIZE] = str(num_local_ranks)
     try:

@@ -57,6 +57,7 @@ def end_threads() -> bool:
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 KEY = "address"
+# The discard service's; nothing is sent to it.
 ANY_PORT = 9
 SIOCGIFADDR = 0x8915
 """The ioctl for an interface's address. Source: linux/sockios.h."""
@@ -74,6 +75,7 @@ def choose_interface(
     store.set(f"{KEY}/{rank}", address)
     # Collective: each rank writes above, before those on rank 0's own node look at the way to the others.
     if not _is_outside(address):
+        # On rank 0's node the way to rank 0 is the loopback: the address of another node shows the network.
         addresses = [store.get(f"{KEY}/{other}").decode() for other in range(num_ranks)]
         outside = next((other for other in addresses if _is_outside(other)), "")
         address = find_local_address(outside) if outside else ""
@@ -90,6 +92,7 @@ def find_local_address(host: str) -> str:
     with suppress(OSError):
         for family, kind, protocol, _, address in socket.getaddrinfo(host, ANY_PORT, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                # For a datagram socket this only chooses the route, and with it the source address.
                 probe.connect(address)
                 return str(probe.getsockname()[0])
     return ""
@@ -110,6 +113,7 @@ def _interface_address(interface: str) -> str:
     import fcntl  # not on Windows
 
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # struct ifreq: 16 bytes for the name and its final zero; then family and port, 4 bytes, before the address.
         answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
         return socket.inet_ntoa(answer[20:24])
     return ""

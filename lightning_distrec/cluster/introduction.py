@@ -69,6 +69,7 @@ def introduce(
 
 
 class _Server(socketserver.ThreadingTCPServer):
+    # server_close would wait for the threads of clients that are still connected.
     daemon_threads = True
 
     def __init__(
@@ -103,6 +104,7 @@ class _Answer(socketserver.StreamRequestHandler):
                     port = self.server.store_port
                     self._send({"port": port, "proof": key.sign("rank 0", identity, answer_fields["nonce"], port)})
                 else:
+                    # A dualstack socket shows IPv4 addresses in IPv6's form.
                     self.server.refuse(self.client_address[0].removeprefix("::ffff:"))
                     self._send({})
 
@@ -166,6 +168,7 @@ def agree_on_attempt(identity: str, rank: int, store_of: Callable[[str], Store],
         # A fresh nonce for each process: an answer that an earlier process got is still in the store.
         attempt_store = store_of(attempt)
         attempt_store.set(f"{HELLO}/{rank}", nonce)
+        # Then LATEST is read again: rank 0 of a later attempt may have replaced it.
         for _ in range(ANSWER_PAUSES):
             if attempt_store.check([f"{HELLO}/{rank}/{nonce}"]):
                 return attempt

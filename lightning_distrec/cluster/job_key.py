@@ -44,6 +44,7 @@ class JobKey:
 
     def is_signed(self, signature: object, *words: object) -> bool:
         """Return whether `signature` is what `sign` returns for these words."""
+        # As bytes: for texts beyond ASCII, which a stranger may send, compare_digest raises TypeError.
         return isinstance(signature, str) and hmac.compare_digest(signature.encode(), self.sign(*words).encode())
 
 
@@ -57,6 +58,7 @@ def choose_key(environ: Mapping[str, str]) -> JobKey:
     if environ.get(KEY_VARIABLE):
         return find_key(FROM_VARIABLE, environ)
     if "SLURM_JOB_ID" in environ:
+        # Drawn for this start alone; only this user can open it, and only where munged has this cluster's key.
         secret = secrets.token_hex(32)
         if sealed := _munge("munge", f"--restrict-uid={os.getuid()}", text=secret):
             return JobKey(secret.encode(), FROM_MUNGE + sealed.strip(), "munge")
@@ -77,6 +79,7 @@ def find_key(offer: str, environ: Mapping[str, str]) -> JobKey:
         return JobKey(secret, offer, str(path))
     if offer.startswith(FROM_MUNGE):
         opened = _munge("unmunge", "--numeric", "--keys=UID", text=offer[len(FROM_MUNGE) :])
+        # unmunge prints the metadata, an empty line, and then the text.
         metadata, _, text = opened.partition("\n\n")
         if metadata.split() != ["UID:", str(os.getuid())]:  # another user can seal for this one too
             raise RendezvousError(f"rank 0's munge credential cannot be opened here. {SET_IT}.")
@@ -121,6 +124,7 @@ def _read_key_file() -> tuple[bytes, Path]:
             with path.open("rb") as file:
                 # Of the open file: the name may lead to another one by now.
                 status = os.fstat(file.fileno())
+                # Who can read the key can pass as a rank, and who can write it can choose it.
                 if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
                     raise RendezvousError(
                         f"{path}, the key by which ranks know each other, may be read by others than this user. Delete "

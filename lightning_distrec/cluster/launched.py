@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from lightning_distrec.cluster.rendezvous import MeetingPoint
 from lightning_distrec.errors import ConfigError
 
+# The default of torchrun's --master-port, too.
 SCHEDULED_PORT = 29500
 """Port of launchers that give a host only."""
 
@@ -46,6 +47,7 @@ class Launched:
             WORLD_SIZE=str(self.num_ranks),
             LOCAL_RANK=str(self.local_rank),
             LOCAL_WORLD_SIZE=str(self.local_num_ranks),
+            # The node's number: as torchelastic names it, and as Lightning does.
             GROUP_RANK=str(self.node),
             NODE_RANK=str(self.node),
         )
@@ -91,12 +93,14 @@ def read_open_mpi(environ: Mapping[str, str]) -> Launched | None:
         return None
     num_ranks, rank = parse_number(environ, "OMPI_COMM_WORLD_SIZE"), parse_number(environ, "OMPI_COMM_WORLD_RANK")
     num_local_ranks = parse_number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    # Ranks that are all on this machine need no address.
     host = environ.get("MASTER_ADDR", "127.0.0.1" if num_local_ranks == num_ranks else "")
     if not host:
         raise ConfigError(
             f"mpirun started {num_ranks} ranks, {num_local_ranks} of them here, and does not pass the address of rank "
             "0. Set MASTER_ADDR to the name of the first host: mpirun -x MASTER_ADDR=node1 ..."
         )
+    # Open MPI 5 names jobs by PMIx, earlier versions by ORTE.
     job = environ.get("PMIX_NAMESPACE", environ.get("OMPI_MCA_ess_base_jobid", ""))
     return Launched(
         launcher="mpirun",
@@ -105,6 +109,7 @@ def read_open_mpi(environ: Mapping[str, str]) -> Launched | None:
         local_rank=parse_number(environ, "OMPI_COMM_WORLD_LOCAL_RANK"),
         local_num_ranks=num_local_ranks,
         node=rank // num_local_ranks,
+        # Rounded up, as the last node may have fewer ranks.
         num_nodes=-(-num_ranks // num_local_ranks),
         point=MeetingPoint(host, (int(environ.get("MASTER_PORT", SCHEDULED_PORT)),), f"mpirun {job}"),
     )

@@ -48,17 +48,20 @@ def _encode(value: Any) -> Any:
     if kind is list:
         return [_encode(item) for item in value]
     if isinstance(value, Mapping):
+        # As pairs: JSON's keys are texts, and a dict's may be tuples or ints.
         return {TAG: "dict", "items": [[_encode(key), _encode(item)] for key, item in value.items()]}
     if isinstance(value, bytes):
         return {TAG: "bytes", "base64": base64.b64encode(value).decode()}
     if isinstance(value, Tensor):
         values = value.detach().cpu().contiguous()
+        # As bytes, since numpy has no bfloat16; in one dimension, since a scalar cannot be viewed in another size.
         raw = values.reshape(-1).view(torch.uint8).numpy().tobytes() if values.numel() else b""
         return {TAG: "tensor", "dtype": _dtype_name(value.dtype), "shape": list(value.shape), "values": _encode(raw)}
     if isinstance(value, torch.dtype):
         return {TAG: "dtype", "name": _dtype_name(value)}
     if isinstance(value, torch.device):
         return {TAG: "device", "name": str(value)}
+    # Those of ints and texts equal their plain values, and are sent as these.
     if isinstance(value, Enum) and not isinstance(value, int | str):
         return {TAG: "enum", "class": _class_name(kind), "name": value.name}
     if dataclasses.is_dataclass(kind):
@@ -107,8 +110,10 @@ def _decode(data: Any) -> Any:
         return torch.frombuffer(raw, dtype=empty.dtype).reshape(empty.shape) if raw else empty
     if kind == "array":
         dtype = np.dtype(data["dtype"])
+        # Bools and numbers only: arrays of objects hold pointers.
         if dtype.kind not in "biuf":
             raise ValueError(f"an array of {dtype}")
+        # Copied, as frombuffer's array is a read-only view of the message.
         return np.frombuffer(_decode(data["values"]), dtype).reshape(data["shape"]).copy()
     if kind == "dtype":
         return _find_dtype(data["name"])
@@ -118,6 +123,7 @@ def _decode(data: Any) -> Any:
         return _find_class(data["class"], Enum)[data["name"]]
     if kind == "dataclass":
         cls = _find_class(data["class"], object)
+        # The constructor computes the fields that it does not take.
         names = {field.name for field in dataclasses.fields(cls) if field.init}
         return cls(**{name: _decode(item) for name, item in data["fields"].items() if name in names})
     return _refuse(kind)

@@ -108,6 +108,7 @@ def name_in_store(point: MeetingPoint, rank: int) -> str:
     if rank:
         return ""
     store = PrefixStore(NAME, TCPStore(point.host, point.ports[0], is_master=False))
+    # Where "" is expected, only an absent key is set: a restarted rank 0 gets the name that the first one drew.
     return store.compare_set(NAME, "", f"torchrun-{secrets.token_hex(8)}").decode()
 
 
@@ -146,6 +147,7 @@ class _Meeting:
 
     def meet(self) -> Store:
         """Return the store, once all ranks have arrived."""
+        # torchrun's store outlives attempts, and still holds the keys of earlier ones.
         if self.point.is_hosted:
             identity = agree_on_attempt(
                 self.point.identity,
@@ -168,14 +170,17 @@ class _Meeting:
     @contextmanager
     def _listen(self, key: JobKey) -> Iterator[Store]:
         point, timeout = self.point, self.waiting.timeout
+        # TCPStore would listen on all interfaces. Its port may be any: the introduction passes it on.
         store_listener = listen_at(point.host, 0, point.one_node)
         host, store_port = store_listener.getsockname()[:2]
         server = TCPStore(
+            # The store's own client connects to this address, which must not be a wildcard.
             LOOPBACK if host in ("0.0.0.0", "::") else host,
             store_port,
             is_master=True,
             wait_for_workers=False,  # the ranks that come are checked below, by their keys
             timeout=timeout,
+            # Detached: the store closes the descriptor itself.
             master_listen_fd=store_listener.detach(),
         )
         with introduce(_listen_at_free_port(point), point.identity, store_port, key, self.waiting.log):
@@ -188,12 +193,14 @@ class _Meeting:
         while True:
             for port in point.ports:
                 if point.is_hosted:
+                    # By a plain socket first: TCPStore's client waits by itself, where nothing is logged.
                     store_port = port if _is_reachable(point.host, port) else None
                 else:
                     store_port = find_introduction(point.host, port, point.identity, os.environ)
                 if store_port is not None:
                     client = TCPStore(point.host, store_port, is_master=False, timeout=self.waiting.timeout)
                     return PrefixStore(point.identity, client)
+            # A process whose parent has ended is given to another parent.
             if point.launcher_pid not in (None, os.getppid()):
                 raise RendezvousError(
                     "the process that has started this rank (rank 0) is gone. Its own output says why."
@@ -214,6 +221,7 @@ class _Meeting:
             hint = point.hint if len(missing) == num_ranks - 1 else ""
             arrived = f"{num_ranks - len(missing)} of {num_ranks} ranks arrived at {point.host}"
             report = f"{arrived}; waiting for {shortened(names, 8)}{hint}"
+            # The other ranks report it at their own timeout.
             store.set(MISSING, report)
             return report
 
@@ -221,6 +229,7 @@ class _Meeting:
             while missing:
                 if point.is_hosted:
                     answer(store, missing)
+                # By check, since get would block on the first rank that is missing.
                 arrived = [rank for rank in missing if store.check([f"{ARRIVED}/{rank}"])]
                 for rank in arrived:
                     rank_nonce = self._check_arrived(store, rank, key, nonce)
@@ -235,12 +244,14 @@ class _Meeting:
                     answer(store, range(1, num_ranks))
                 time.sleep(PAUSE_SECONDS)
             raise
+        # After all proofs: a rank that sees it finds its own in the store.
         store.set(COMPLETE, "")
 
     def _check_arrived(self, store: Store, rank: int, key: JobKey, nonce: str) -> str:
         """Return what a rank that has arrived has drawn. Raises RendezvousError: it is not of this job."""
         fields = _parse_stored(store.get(f"{ARRIVED}/{rank}"))
         number, drawn = fields.get("num_ranks"), fields.get("nonce")
+        # The signature before the number: without one, a stranger may have written it.
         if not key.is_signed(fields.get("proof"), "arrived", self.point.identity, nonce, rank, number, drawn):
             raise RendezvousError(
                 f"rank {rank} does not have the key of this job, which rank 0 has from {key.origin}. {SET_IT}."
@@ -265,6 +276,7 @@ class _Meeting:
             raise
         proof = key.sign("arrived", identity, nonce, rank, self.num_ranks, rank_nonce)
         store.set(f"{ARRIVED}/{rank}", json.dumps({"num_ranks": self.num_ranks, "nonce": rank_nonce, "proof": proof}))
+        # Before the wait, so that a rank that dies in it is noticed.
         self.watch(int(challenge.get("watch", 0)), key.sign("watch", identity, nonce))
         _wait_for_all(store, self.waiting)
         # Only now: rank 0 has signed what this rank drew, so that it is no other process that answered for it.
@@ -290,6 +302,7 @@ def _listen_at_free_port(point: MeetingPoint) -> socket.socket:
         try:
             return listen_at(point.host, port, point.one_node)
         except OSError as error:
+            # Another job on this node may have the port; any other error would come back at the next one.
             if error.errno != errno.EADDRINUSE:
                 raise RendezvousError(f"rank 0 cannot listen at port {port}: {error}.") from error
     raise RendezvousError(

@@ -111,6 +111,7 @@ def requeue() -> str:
     if job is None:
         return "it is not a Slurm job"
     if array is not None:
+        # An array's number is the job id of one of its tasks, too: by it alone, all tasks would be requeued.
         job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     try:
         done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=SCONTROL_SECONDS)

@@ -36,6 +36,7 @@ NETWORK_ERRORS = (
     "failed to recv",
 )
 """Words in the plain RuntimeErrors that torch raises when another rank is gone or does not arrive."""
+# The last is this package, which an editable install keeps outside of site-packages.
 NOT_USER_CODE = ("site-packages", "dist-packages", str(Path(os.__file__).parent), str(Path(__file__).parents[1]))
 
 RULE = (
@@ -72,6 +73,7 @@ class Watchdog:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
+            # The listener has the same number in the child, which the settings name; others are closed there.
             pass_fds=() if self._listener is None else (self._listener.fileno(),),
         )
         # A monitor that is stopped must not stop its rank at a full pipe; the next line has the whole state.
@@ -95,13 +97,16 @@ class Watchdog:
         self._failure_location = find_location([*frames, *traceback.walk_stack(None)])
         reason = None
         if is_network_failure(failure):
+            # What an earlier survey brought is no answer to this question.
             self._answer = {}
             self._has_verdict.clear()
             self._send(is_asking=True)
+            # Without a verdict this lasts its full time; `_answer` has the locations by then.
             self._has_verdict.wait(ANSWER_SECONDS)
             if answer := self._answer:
                 places = f"a collective failed. Where the ranks are: {answer['locations']}. {RULE}"
                 reason = f"{answer['verdict']}." if answer["verdict"] else places
+        # The hub names a rank with a failure of its own as the cause, and this one only follows from another's.
         is_repeated = reason is not None or isinstance(failure, RankError)
         text = "" if is_repeated else f"{type(failure).__name__}: {failure}"[:MAX_FAILURE_LENGTH]
         self._send(failed=self._started, failure=text, is_asking=False)
@@ -128,6 +133,7 @@ class Watchdog:
                 self._answer = json.loads(line)
                 if self._answer["verdict"]:
                     self._has_verdict.set()
+                # By this thread: the main one may be stuck in a collective, which is what the hub wants to know.
                 self._send(is_answer=True, location=self._find_location(), progress=self._progress())
             if not self._restart():
                 return
@@ -139,6 +145,7 @@ class Watchdog:
         old one, where the others connect again.
         """
         status = self._process.wait()
+        # It ended as requested, or along with the interpreter: neither is a reason for another one.
         if self._state.get("is_closed") or sys.is_finalizing():
             return False
         self._restarts += 1
@@ -151,17 +158,20 @@ class Watchdog:
             return False
         with self._sending:
             self._process = self._start_process()
+        # The new process knows nothing, and this rank's next own report may be far off.
         self._send()
         return True
 
     def _find_location(self) -> str:
         frames = sys._current_frames()  # noqa: SLF001  documented in spite of its name
         running = find_location(traceback.walk_stack(frames[self._main])) if self._main in frames else ""
+        # After a failure the main thread is in handlers of the exception, far from the line that failed.
         return self._failure_location or running
 
 
 def is_network_failure(failure: BaseException) -> bool:
     """Whether another rank may have caused an exception. torch and gloo have no classes for that, only texts."""
+    # It is a RuntimeError with its reason already, whose text may hold some of these words.
     if isinstance(failure, RankError):
         return False
     words = str(failure).lower()

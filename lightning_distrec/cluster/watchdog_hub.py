@@ -14,6 +14,7 @@ TICK_SECONDS = 0.5
 """How often each process sends its rank's state, and the hub its verdict."""
 SURVEY_SECONDS = 2.0
 """How long ranks are asked for their locations before the hub compares these."""
+# asyncio's default of 64 KiB might not hold the locations of all ranks of a large job.
 MAX_LINE_BYTES = 1 << 20
 
 
@@ -116,6 +117,7 @@ class Hub:
         self._settings, self._log = settings, log
         self._states: dict[int, RankState] = {}
         self._writers: dict[int, asyncio.StreamWriter] = {}
+        # In ticks and not by the clock: a hub that was stopped itself must not take all others for silent.
         self._received_at: dict[int, int] = {}
         self._ticks = 0
         self._check_every = self._check_in = num_ticks(settings.stall_seconds)
@@ -135,12 +137,14 @@ class Hub:
     async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         rank = -1
         with contextlib.suppress(OSError, ValueError, TypeError, asyncio.CancelledError):
+            # The token is a signature by the job's key: a stranger can neither report states nor read locations.
             if (await reader.readline()).decode().strip() == self._settings.token:
                 async for line in reader:
                     state = RankState(**json.loads(line))
                     rank = state.rank
                     earlier, self._states[rank] = self._states.get(rank), state
                     self._writers[rank], self._received_at[rank] = writer, self._ticks
+                    # Not compared: locations and progress, which come at every survey and can wait for a tick.
                     if state != earlier:
                         self._send()
         # A process that was started again may have connected before its old connection is seen to end.
@@ -162,9 +166,11 @@ class Hub:
         progress = {(state.rank, state.started, state.progress) for state in running}
         # A subset: ranks that have ended their run since are no progress of those that wait for them.
         is_stalled, self._progress = progress <= self._progress, progress
+        # Ranks that are all at one place do not block each other: they compute, or load data.
         if is_stalled and len({state.location for state in running}) > 1 and not self._find_verdict():
             seconds = self._check_every * TICK_SECONDS
             self._log(f"No rank has made progress for {seconds:.0f} s. Where they are: {self._list_locations()}.")
+            # A stall that lasts must not fill the log.
             self._check_every *= 2
         else:
             self._check_every = num_ticks(self._settings.stall_seconds)
@@ -176,12 +182,14 @@ class Hub:
         message = HubMessage(
             self._find_verdict(),
             next(self._verdicts([state for state in states if state.lingers]), ""),
+            # Before each check the ranks have some ticks to answer.
             is_asked or self._check_in <= num_ticks(SURVEY_SECONDS),
             self._list_locations() if is_asked else "",
         )
         line = encode_line(message)
         for writer in self._writers.values():
             if not writer.is_closing():
+                # No drain: one process that does not read must not delay the verdict for the others.
                 writer.write(line)
 
     def _find_verdict(self) -> str:
@@ -196,10 +204,12 @@ class Hub:
         """
         silence = f"{self._settings.silence_seconds:g} s"
         states = [state for _, state in sorted(self._states.items()) if not state.is_closed]
+        # First: a rank that its process has killed would look like one that died, and hide the cause.
         for state in states:
             if state.killed_for and any(other.started == state.started for other in waiting):
                 yield state.killed_for
         for state in states:
+            # A rank that has ended the run may go: only one that others still wait for in a run blocks them.
             if not any(other.started > max(state.ended, state.failed) for other in waiting if other is not state):
                 continue
             name = self._settings.name_ranks(state.rank)

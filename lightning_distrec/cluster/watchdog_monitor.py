@@ -25,12 +25,14 @@ from pathlib import Path
 
 from .watchdog_hub import MAX_LINE_BYTES, TICK_SECONDS, Hub, HubMessage, RankState, Settings, encode_line, num_ticks
 
+# Longer than ANSWER_SECONDS in watchdog.py, for which a rank holds an exception back while its run counts as running.
 GRACE_SECONDS = 5.0
 LINGER_SECONDS = 10.0
 """How long the hub stays after its rank has ended, so that the others get its verdict."""
 COMMAND = [
     *(sys.executable, "-I", "-S", "-c"),
     "import sys; sys.path.append(sys.argv[1]); from cluster.watchdog_monitor import main; main(sys.argv[2])",
+    # The package's own folder: `cluster` is imported from there, and lightning_distrec/__init__.py is not run.
     str(Path(__file__).resolve().parents[1]),
 ]
 """Followed by the settings as JSON."""
@@ -53,10 +55,12 @@ class Monitor:
         """Watch until the rank ends."""
         if self._hub is not None:
             await self._hub.open(socket.socket(fileno=self._settings.listener))
+        # A reader is called when there is something, of unknown length: reading must never stop the ticks.
         os.set_blocking(0, False)
         loop = asyncio.get_running_loop()
         loop.add_reader(0, self._read)
         if hasattr(os, "pidfd_open"):
+            # Where the kernel or a sandbox refuses it, `_tick` sees the rank's end, at most a tick later.
             with contextlib.suppress(OSError):
                 pidfd = os.pidfd_open(self._settings.pid)
                 loop.add_reader(pidfd, self._rank_is_gone, pidfd)
@@ -83,6 +87,7 @@ class Monitor:
         # Where there is no pidfd: the parent's death makes this process somebody else's child.
         if os.getppid() != self._settings.pid:
             self._rank_is_gone()
+        # A debugger or a scheduler may stop a rank for a moment, which is no failure.
         self._ticks_stopped = self._ticks_stopped + 1 if _is_stopped(self._settings.pid) else 0
         self._change(is_stopped=self._ticks_stopped * TICK_SECONDS > limit)
         self._send()
@@ -99,9 +104,11 @@ class Monitor:
             self._kill(reason, f"and this rank, whose run has failed, has not ended its teardown within {limit:g} s")
 
     def _kill(self, verdict: str, consequence: str) -> None:
+        # Before the kill, which the hub would take for the cause.
         self._change(killed_for=verdict)
         self._log(f"Terminating this rank: {verdict}, {consequence}.")
         with contextlib.suppress(ProcessLookupError):
+            # No gentler signal: a handler of Python's would wait for the call that hangs.
             os.kill(self._settings.pid, signal.SIGKILL)
 
     def _find_verdict(self) -> str:
@@ -109,6 +116,7 @@ class Monitor:
 
     def _find_silence_of_hub(self) -> str:
         silence = self._settings.silence_seconds
+        # A hub that was never connected cannot be missed; the rendezvous has its own timeout.
         if self._writer is None or self._ticks_silent * TICK_SECONDS <= silence:
             return ""
         name = self._settings.name_ranks(0)
@@ -120,6 +128,7 @@ class Monitor:
             with contextlib.suppress(OSError, ValueError):
                 reader, self._writer = await asyncio.open_connection(host, port, limit=MAX_LINE_BYTES)
                 self._writer.write(f"{self._settings.token}\n".encode())
+                # Another connection may mean another hub, which knows nothing of this rank.
                 self._send()
                 async for line in reader:
                     self._from_hub = HubMessage(**json.loads(line))
@@ -153,6 +162,7 @@ class Monitor:
         *lines, self._input = (self._input + received).split(b"\n")
         for line in lines:
             changes = json.loads(line)
+            # For this process alone, and no field of the state.
             if changes.pop("is_answer"):
                 self._awaits_rank = False
             self._change(**changes)
@@ -177,6 +187,7 @@ class Monitor:
 
 def _is_stopped(pid: int) -> bool:
     with contextlib.suppress(OSError, IndexError):
+        # The program's name, in brackets, may hold blanks and brackets. A small t is a rank that a debugger traces.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     return False
 

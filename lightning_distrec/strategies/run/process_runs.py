@@ -51,6 +51,7 @@ class ProcessRuns:
         nodes: the node of each rank by name; empty where that is not known. port: of rank 0's watchdog, 0 on rank 0.
         token: known to this job only. silence_seconds: 0 disables.
         """
+        # It has the port and the token of an earlier rendezvous.
         if self.watchdog is not None:
             self.watchdog.close()
             self.watchdog = None
@@ -64,6 +65,7 @@ class ProcessRuns:
         descriptor = None if listener is None else listener.fileno()
         settings = Settings(rank, os.getpid(), nodes, host, port, descriptor, token, silence_seconds, STALL_SECONDS)
         self.watchdog = Watchdog(settings, listener)
+        # The run began before the rendezvous, when there was no watchdog to report it to.
         self._start_run()
         return port
 
@@ -77,6 +79,7 @@ class ProcessRuns:
         self._start_run()
         try:
             yield
+        # Also for KeyboardInterrupt and SystemExit: the other ranks wait for this one all the same.
         except BaseException as failure:
             if self.watchdog is None:
                 raise
@@ -171,5 +174,6 @@ def describe_progress(trainer: Trainer) -> str:
         "test": trainer.test_loop,
         "predict": trainer.predict_loop,
     }
+    # `ready` counts a batch as soon as its turn comes, before its hooks and its step run.
     batch = loops[state.stage.value].batch_progress.current.ready
     return f"{state.stage.value} batch {batch}, exchanges {'/'.join(map(str, collective_counts()))}"
