@@ -59,6 +59,7 @@ def read_marker(path: Path) -> dict[str, Any]:
             "Install the version that wrote it, or a later one."
         )
     for name, size in marker["files"].items():
+        # Not isinstance: true in JSON becomes a bool, which is an int in Python.
         if type(size) is not int:
             raise CheckpointError(f"{path / MARKER} is damaged: it has no size for {name!r}.")
         actual_size = _file_size(path, name)
@@ -77,6 +78,7 @@ def _file_size(folder: Path, name: str) -> int | None:
 
 
 def _is_bare(name: Any) -> bool:
+    # Names in a marker may be forged: none leads out of the folder, and the system's calls refuse NUL bytes.
     return isinstance(name, str) and os.path.basename(name) == name and name not in ("", ".", "..") and "\0" not in name
 
 
@@ -114,6 +116,7 @@ class UnfinishedFolder:
         # The marker goes last: it lists files that are on disk already, and without it a folder is no checkpoint.
         write_file(self.path / MARKER, _marker_text(self._final.name, marker, files))
         fsync(self.path)
+        # lexists: a broken link of that name is in the way, too.
         if os.path.lexists(self._final):
             # Exchanged, not removed and renamed: at no moment is there neither the old checkpoint nor the new one.
             _exchange(self.path, self._final)
@@ -121,6 +124,7 @@ class UnfinishedFolder:
             remove(self.path)
         else:
             os.rename(self.path, self._final)
+            # A rename is on disk only with the folder that it is in: a crash might undo it otherwise.
             fsync(self._final.parent)
         # Only now: without its lock file, an unfinished folder would look abandoned to another job's clean_up.
         (self._final / _LOCK).unlink(missing_ok=True)
@@ -135,6 +139,7 @@ class UnfinishedFolder:
         else:
             os.replace(file, self._final)
         fsync(self._final.parent)
+        # An old checkpoint that was a folder has taken the file's place in here, and is removed along.
         self.abandon()
 
     def abandon(self) -> None:
@@ -162,6 +167,7 @@ def remove(path: Path) -> None:
     if not path.name.startswith(UNFINISHED):
         # The name goes first, in one step; deleting the files of a large checkpoint may take minutes.
         path = path.rename(path.parent / f"{REMOVED}{uuid.uuid4().hex}")
+    # The marker first: after a crash in between, what is left does not count as a complete checkpoint.
     (path / MARKER).unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
 
@@ -203,6 +209,7 @@ def _final_name(leftover: Path) -> str | None:
 
 def _has_writer(path: Path) -> bool:
     try:
+        # For writing as well: NFS turns flock into locks of byte ranges, and exclusive ones need that.
         lock = os.open(path / _LOCK, os.O_RDWR)
     except OSError:
         return False  # complete, or being removed
@@ -218,6 +225,7 @@ def _has_writer(path: Path) -> bool:
 
 def _exchange(new: Path, old: Path) -> None:
     """Exchange two paths in one step, where the file system can; else there is a moment without `old`."""
+    # Python has no function for it. Numbers of Linux: fcntl.h and linux/fs.h.
     AT_FDCWD, RENAME_EXCHANGE = -100, 2
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is not None:

@@ -57,6 +57,7 @@ def read_mark(path: Path, marker: Mapping[str, Any] | None) -> Mark | None:
         mark = Mark(**fields)
         if not (mark.id and all(isinstance(t, str) for t in (mark.id, mark.series, mark.base_name, mark.base_id))):
             raise TypeError("no text")
+        # A marker is text that anyone may edit: its base must not lead out of the folder of the difference.
         if os.path.basename(mark.base_name) != mark.base_name or not isinstance(mark.changed, dict):
             raise TypeError(f"a base {mark.base_name!r}")
         if mark.row_bits not in (8, 32):
@@ -96,6 +97,7 @@ class RowIds:
         """Return the numbers, (num_ids,). Raises CheckpointError: they are damaged."""
         if self._ids is None:
             ids = self._lazy.read().long()
+            # First and last are enough, since the next check makes sure that the numbers ascend.
             outside = ids.numel() and (int(ids[0]) < self._first or int(ids[-1]) >= self._first + self._count)
             if outside or bool((ids[1:] <= ids[:-1]).any()):
                 raise CheckpointError("a difference is damaged: the numbers of its rows are not as they were written.")
@@ -111,6 +113,7 @@ class PatchedTensor(LazyTensor):
 
     @override
     def read_into(self, chunks: Sequence[Chunk]) -> None:
+        # The base first, for rows of the difference overwrite its rows.
         self._base.read_into(chunks)
         for shard in self._shards:
             for chunk in chunks:
@@ -123,6 +126,7 @@ def _put_rows(target: Tensor, box: Box, shard: ShardRows) -> None:
     """Write the shard's rows into `target`, which lies in `box` of the tensor."""
     first, count = box[0][0], box[1][0]
     ids = shard.ids.read()
+    # Ids ascend, see RowIds.read: those in a rectangle follow each other, and so do their rows in the file.
     begin, end = torch.searchsorted(ids, torch.tensor([first, first + count])).tolist()
     columns = shard.sizes[1:]
     for start, number in row_ranges((end - begin, *columns), shard.rows.dtype.itemsize):
@@ -140,6 +144,7 @@ class UnpackedRows(LazyTensor):
 
     def __init__(self, packed: LazyTensor, dtype: torch.dtype) -> None:
         self._packed, self.dtype = packed, dtype
+        # A packed row of no numbers is its scale and offset alone.
         self.shape = (packed.shape[0], packed.shape[1] - packed_width(0, 8))
 
     @override
@@ -187,6 +192,7 @@ class Difference:
 
     def _base(self) -> CheckpointFolder:
         """Return the full checkpoint. Raises CheckpointError: it is not the one, or damaged."""
+        # Resolved, because last.ckpt may be a link into another folder, and the base lies next to its target.
         path, base_path = self.folder.path, self.folder.path.resolve().parent / self._mark.base_name
         try:
             base = CheckpointFolder(base_path)
@@ -205,9 +211,11 @@ class Difference:
     def _lay_over_base(self, loaded: Loaded, pickles: bool) -> Loaded:
         """Return a checkpoint with tensors of its base where the difference has some rows only."""
         path, base = self.folder.path, self._base()
+        # Handles of the base's large tensors: nothing of them is read before a rank asks for its rectangle.
         base_tensors = collect_tensors(base.contents(pickles).checkpoint)
         try:
             ids = {name: as_lazy(value) for name, value in loaded.checkpoint.pop(ROW_IDS, {}).items()}
+            # Weights and optimizer state of a shard have their ids in common; these are read once for all.
             read_ids: dict[str, RowIds] = {}
 
             def patch(item: Any, place: str) -> Any:
@@ -230,6 +238,7 @@ def _shard_rows(
 ) -> ShardRows:
     offsets, sizes, name = tuple(shard["offsets"]), tuple(shard["sizes"]), shard["ids"]
     rows, numbers = as_lazy(shard["rows"]), ids[name]
+    # Only early versions wrote rows of 8 bits: see Mark.row_bits.
     if rows is not None and shard.get("bits", 32) == 8:
         if rows.dtype != torch.uint8 or len(rows.shape) != 2:
             raise ValueError(f"packed rows of {offsets}")

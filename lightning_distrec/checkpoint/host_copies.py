@@ -20,6 +20,7 @@ from lightning_distrec.errors import CheckpointError
 from lightning_distrec.host_memory import free_host_bytes
 from lightning_distrec.ranks import Ranks
 
+# A power of two, to which torch rounds pinned memory up anyway; 64 MiB with all slots.
 SLOT_BYTES = 16 * 2**20
 NUM_SLOTS = 4
 
@@ -30,6 +31,7 @@ def copy_to_host(tensors: Mapping[str, ChunkedTensor]) -> dict[str, ChunkedTenso
 
     def copy(chunk: Chunk) -> Chunk:
         source = chunk.tensor.detach()
+        # Ordinary memory, as large as this rank's shards: pinned memory would never go back to the system.
         host = torch.empty(source.shape, dtype=source.dtype)
         if gpu.is_on_gpu(source):
             ring.copy(source, host)
@@ -87,6 +89,7 @@ class Ring:
             slot = next(self._slots)
             # The slot's last copy must have arrived and left before it is filled again.
             slot.empty()
+            # On first use: a rank with little to copy pins fewer slots.
             if slot.memory is None:
                 slot.memory = self._copies.memory(self._slot_bytes)
             filled = slot.memory[: block.numel()]
@@ -94,6 +97,7 @@ class Ring:
 
     def finish(self) -> None:
         """Wait for what has not arrived yet."""
+        # Once around the ring, wherever it is; empty slots return at once.
         for _ in range(self._num_slots):
             next(self._slots).empty()
 
@@ -136,6 +140,7 @@ def gather_full(state: Any, ranks: Ranks, *, everywhere: bool = False, group: An
 
     state = collect(state, "")
     host = platform.node()
+    # `everywhere` is the same on all ranks, so that all or none gather. Ranks of one host share its memory.
     ranks_of_host = ranks.all_gather(host).count(host) if everywhere else int(ranks.rank == 0)
     needed = sum(map(num_bytes, sharded)) * ranks_of_host
 
@@ -152,6 +157,7 @@ def gather_full(state: Any, ranks: Ranks, *, everywhere: bool = False, group: An
             "Set checkpoint={'distributed': True}, where each rank writes its own shards."
         )
 
+    # Before the first block: a rank that ran out of memory later would leave the others waiting.
     ranks.all_or_none("gathering the tables", check)
     boxes = ranks.all_gather([[chunk.box for chunk in chunked.chunks] for chunked in sharded])
     full = {
@@ -181,6 +187,7 @@ def _send(chunked: ChunkedTensor, boxes: list[list[Box]], ranks: Ranks, group: A
             for first, count in row_ranges(shape, chunked.dtype.itemsize):
                 box = (offsets[0] + first, *offsets[1:]), (count, *shape[1:])
                 block = local_chunks[offsets, shape][first : first + count] if source == rank else None
+                # Sends go from one rank to rank 0: the others take no part. With `to_all` every rank receives.
                 if block is None and not receives:
                     continue
                 # NCCL sends no tensors on the host.

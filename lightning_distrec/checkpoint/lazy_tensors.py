@@ -57,6 +57,7 @@ class SafetensorsTensor(LazyTensor):
     @override
     def read_into(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
+            # A table that has grown asks for more rows than the file has: those stay as they are.
             ends = [min(o + s, n) for o, s, n in zip(chunk.offsets, chunk.tensor.shape, self.shape, strict=True)]
             box = tuple(slice(first, end) for first, end in zip(chunk.offsets, ends, strict=True))
             if all(s.stop > s.start for s in box):
@@ -66,6 +67,7 @@ class SafetensorsTensor(LazyTensor):
 
     @override
     def read(self) -> Tensor:
+        # A slice needs a dimension, which scalars have not.
         tensor: Tensor = self._slices[:] if self.shape else self._file.get_tensor(self._key)
         return tensor
 
@@ -78,6 +80,7 @@ def stored_tensor(reference: Mapping[str, Any], path: Path, tensors: StoredTenso
     """
     shape = tuple(torch.Size(reference["shape"]))  # a TypeError where these are no integers
     handle = StoredTensor(reference[STORED], shape, reference["dtype"], tensors)
+    # State and metadata are two files: if they are of two checkpoints, it shows here.
     if (stored_shape := tuple(tensors.entry(handle.name).size)) != shape:
         raise CheckpointError(f"{path} is damaged: '{handle.name}' is {stored_shape}, not {shape}.")
     return handle
@@ -114,6 +117,7 @@ def materialized_as(value: Any, parameter: Any) -> Any:
 
     Tensors of other shapes than the parameter's (of an optimizer's state) are replicated.
     """
+    # A DTensor is an instance of Tensor too, but has its placements already.
     lazy = None if isinstance(value, DTensor) else as_lazy(value)
     if lazy is None or not isinstance(parameter, DTensor) or not lazy.shape:
         return materialized(value)
@@ -128,6 +132,7 @@ def _read_shard(lazy: LazyTensor, like: DTensor) -> DTensor:
     local = torch.empty_like(like.to_local(), dtype=lazy.dtype)
     if local.numel():
         lazy.read_into([Chunk(local_offsets(like), local)])
+    # from_local infers the shape from equal shards, and the last rank's may be smaller: hence shape and stride.
     return DTensor.from_local(local, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
 
 
@@ -144,6 +149,7 @@ def read_blocks(lazy: LazyTensor) -> Iterator[Tensor]:
         return
     memory: Tensor | None = None
     for first, count in row_ranges(shape, lazy.dtype.itemsize) if num_bytes(lazy) else ():
+        # No later block has more rows than the first one, so that its memory serves all.
         if memory is None:
             memory = torch.empty((count, *shape[1:]), dtype=lazy.dtype)
         block = memory[:count]

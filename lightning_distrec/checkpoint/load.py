@@ -84,6 +84,7 @@ class CheckpointFile:
         if extra is None:
             return Loaded(checkpoint, None, None, None)
         try:
+            # Each is kept as bytes, so that a rank unpickles only its own and rank 0's.
             states: list[bytes] = extra["rank_states"]
             is_same_number = len(states) == num_ranks
             rank_0_state = from_bytes(states[0], f"the state of rank 0 in {path}")
@@ -133,6 +134,7 @@ class CheckpointFolder:
         """Read it; replicated tensors are read, of sharded ones there are handles."""
         # Generators and loaders of single ranks mean nothing on another number of ranks; rank 0's is read to say so.
         is_same_number = self.marker.get("num_ranks") == num_ranks
+        # read_marker compares the sizes of listed files with the disk; others may have been put there by anyone.
         self._must_list({rank_file(0), rank_file(rank if is_same_number else 0)})
         checkpoint = self._state(pickles, reads_replicated=True)
         rank_0_state = read_plain(self.path / rank_file(0))
@@ -167,12 +169,15 @@ class CheckpointFolder:
     def _state(self, pickles: bool, reads_replicated: bool) -> dict[str, Any]:
         self._must_list({STATE_FILE, METADATA_FILE})
         tensors = StoredTensors(self.path)
+        # The metadata name files as well: each must be one of those that the marker lists.
         self._must_list(tensors.files)
 
         def stored(reference: Mapping[str, Any]) -> Any:
+            # Every rank needs replicated tensors in full; of sharded ones it knows its rectangles only later.
             handle = stored_tensor(reference, self.path, tensors)
             return handle.read() if reads_replicated and not reference[CHUNKED] else handle
 
+        # The file may hold any nesting of plain types, so that each access may fail in its own way.
         try:
             checkpoint = insert_tensors(read_plain(self.path / STATE_FILE, pickles), stored)
             if not isinstance(checkpoint, dict) or not isinstance(checkpoint["state_dict"], Mapping):
@@ -190,6 +195,7 @@ class CheckpointFolder:
 
 def _origin(path: Path, last_written: Path, facts: object, content: Mapping[str, Any]) -> Origin:
     try:
+        # Without a label no job looks for its step, which files of other programs need not have.
         job = facts.get("job", "") if isinstance(facts, Mapping) else ""
         return Origin(str(job), int(content["global_step"]) if job else 0, last_written.stat().st_mtime)
     except (KeyError, TypeError, ValueError, OSError) as error:
@@ -200,6 +206,7 @@ def _changed(records: Iterable[tuple[str, BinaryIO]], on_progress: Callable[[int
     """Return the names of the records that torch's checksums in them do not match."""
     changed = set()
     for name, content in records:
+        # seek returns the new position: at the end, the size in bytes.
         on_progress(content.seek(0, io.SEEK_END))
         content.seek(0)
         if not matches_checksums(content):
@@ -211,6 +218,8 @@ def _open_files(paths: list[Path]) -> Iterator[tuple[str, BinaryIO]]:
     for path in paths:
         try:
             with open(path, "rb") as file:
+                # torch's older format is a plain pickle; the newer one is a zip archive, with a checksum for each
+                # record.
                 if not zipfile.is_zipfile(file):
                     raise CheckpointError(
                         f"{path} has no checksums: only files of torch.save in its newer format have."
@@ -230,6 +239,7 @@ def _safetensors(path: Path) -> dict[str, Any]:
     except ImportError:
         raise CheckpointError(f"reading {path} needs the package safetensors: pip install safetensors.") from None
     try:
+        # Reads the header alone. The handles keep the file open, and read their slices later.
         file = safe_open(path, framework="pt")
         types = {key: file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118  it is no dict
     except SafetensorError as error:

@@ -29,6 +29,7 @@ def quantized(rows: Tensor, bits: int) -> Tensor:
 def dequantized(packed: Tensor, dim: int, bits: int) -> Tensor:
     """Return rows in float32, (num_rows, dim), by operators of torch alone. packed: as `quantized` returns them."""
     numbers, scale_bytes = packed[:, : dim if bits == 8 else dim // 2], packed[:, dim if bits == 8 else dim // 2 :]
+    # A view as floats needs bytes that follow each other; a slice of columns has gaps.
     scales = scale_bytes.contiguous().view(torch.float32 if bits == 8 else torch.float16).float()
     if bits == 4:
         numbers = torch.stack([numbers & 15, numbers >> 4], dim=2).reshape(-1, dim)

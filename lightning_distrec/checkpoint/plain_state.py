@@ -45,6 +45,7 @@ def split_replicated(tensor: Tensor, rank: int, num_ranks: int, turn: int) -> Ch
     if not shape or shape[0] < num_ranks or tensor.nbytes < SMALL_BYTES:
         chunks = [Chunk((0,) * len(shape), tensor.detach())] if turn % num_ranks == rank else []
         return ChunkedTensor(shape, tensor.dtype, chunks)
+    # One rank's end is the next one's first row, for any number of rows: nothing is missing or written twice.
     first, end = shape[0] * rank // num_ranks, shape[0] * (rank + 1) // num_ranks
     return ChunkedTensor(shape, tensor.dtype, [Chunk((first, *[0] * (len(shape) - 1)), tensor.detach()[first:end])])
 
@@ -53,6 +54,7 @@ def _chunked_dtensor(tensor: DTensor) -> ChunkedTensor:
     """Return this rank's rectangle; of what several ranks hold replicated, the first rank's."""
     coordinates = tensor.device_mesh.get_coordinate()
     assert coordinates is not None
+    # Along a dimension of the mesh that replicates, the first rank writes; along the others each has other rows.
     is_first = not any(
         coordinate and isinstance(placement, Replicate)
         for coordinate, placement in zip(coordinates, tensor.placements, strict=True)
@@ -96,6 +98,7 @@ def extract_tensors(
     def taken(item: Any, path: str) -> Any:
         chunked = as_chunked(item)
         if chunked is None and path in on_all and _is_large(item):
+            # Ranks find the same tensors in the same order, so that `turn` is the same on all of them.
             tensors[path] = split_replicated(item, rank, num_ranks, turn=len(tensors))
             return {STORED: path, "shape": tuple(item.shape), "dtype": item.dtype, CHUNKED: False}
         if chunked is not None:
@@ -120,11 +123,13 @@ def insert_tensors(value: Any, stored: Callable[[Mapping[str, Any]], Any]) -> An
 
 
 def _is_large(item: Any) -> bool:
+    # By exact type: subclasses of Tensor may keep their data elsewhere, and torch.save knows how.
     return type(item) in (Tensor, nn.Parameter) and item.layout == torch.strided and item.nbytes > INLINE_BYTES
 
 
 def map_nested(item: Any, path: str, function: Callable[[Any, str], Any]) -> Any:
     """Return a copy of a dict, list or tuple with `function(value, path)` for each value; others as they are."""
+    # By exact type: subclasses, such as defaultdict and named tuples, are built in other ways.
     if type(item) in (dict, OrderedDict):
         return type(item)((key, function(value, f"{path}/{key}" if path else str(key))) for key, value in item.items())
     if type(item) in (list, tuple):
@@ -141,6 +146,7 @@ def to_bytes(value: Any, pickles: bool = False) -> bytes:
     if pickles:
         torch.save(value, buffer)
         return buffer.getvalue()
+    # Loaded at once, for a checkpoint that cannot be read must fail while the run is alive. On meta nothing is copied.
     try:
         torch.save(value, buffer)
         buffer.seek(0)
@@ -173,6 +179,7 @@ def refuse_not_plain(value: Any, path: str = "checkpoint") -> None:
 def find_not_plain(value: Any, path: str = "checkpoint") -> str | None:
     """Return the place and type of the first value that torch.load(weights_only=True) would refuse, or None."""
     if isinstance(value, Mapping) and type(value) in (dict, OrderedDict):
+        # Keys too: they may be of any type that has a hash.
         children = [(f"{path}[{key!r}]", child) for key, child in value.items()] + [(path, key) for key in value]
     elif type(value) in (list, tuple, set):
         children = [(f"{path}[{i}]", child) for i, child in enumerate(value)]
@@ -186,6 +193,7 @@ def find_not_plain(value: Any, path: str = "checkpoint") -> str | None:
 def _loads(value: Any) -> bool:
     if value is None or type(value) in (bool, int, float, str, bytes, Tensor, nn.Parameter):
         return True
+    # By trying, since torch's list of safe types depends on its version and on add_safe_globals.
     try:
         buffer = io.BytesIO()
         torch.save(value, buffer)
@@ -201,6 +209,7 @@ def read_plain(path: Path, pickles: bool = False) -> Any:
 
     pickles: whether it may hold other types, whose code is run. Raises CheckpointError: it does, and it may not.
     """
+    # torch maps files of its zip format only, and raises for older ones.
     return _load_plain(path, path, zipfile.is_zipfile(path), pickles)
 
 

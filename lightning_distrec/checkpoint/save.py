@@ -19,6 +19,7 @@ from lightning_distrec.chunks import ChunkedTensor
 from lightning_distrec.errors import CheckpointError
 from lightning_distrec.ranks import Ranks
 
+# Of the process, not of one Saver: loggers know a checkpoint's path, and not the strategy that writes it.
 writing: dict[Path, Thread] = {}
 
 
@@ -26,6 +27,7 @@ def wait_for_checkpoint(path: Path) -> bool:
     """Return whether there is a complete checkpoint, a file or a folder; where one is being written, once it is."""
     if (thread := writing.get(path.absolute())) is not None:
         thread.join()
+    # A write that failed ends its thread as well, so the disk is asked in any case.
     return is_checkpoint(path)
 
 
@@ -100,6 +102,7 @@ class FolderSnapshot:
 
     def on_host(self) -> "FolderSnapshot":
         """Return a copy whose tensors share no memory with the module and its optimizers."""
+        # The other fields are bytes and plain values already: only tensors still share memory with the module.
         return replace(self, tensors=copy_to_host(self.tensors))
 
     def write(self, ranks: RanksOfThread) -> None:
@@ -138,11 +141,14 @@ def take_folder_snapshot(content: RankContent, ranks: RanksOfThread) -> FolderSn
     per_rank_tensors = [set(tensors) for tensors in ranks.all_gather(large_tensors(checkpoint))]
     on_all = {path for path, _, _ in set.intersection(*per_rank_tensors)}
     plain, tensors = extract_tensors(checkpoint, on_all, ranks.rank, ranks.num_ranks, pickles)
+    # Into bytes now: training may change these values while a thread writes them. A value of no plain type stops all
+    # ranks before any of them makes a file.
     state, rank_state = ranks.all_or_none(
         "saving a checkpoint",
         lambda: (to_bytes(plain, pickles) if ranks.rank == 0 else None, to_bytes(dict(content.rank_state))),
     )
     extra_files = content.extra_files if ranks.rank == 0 else {}
+    # torch.save puts checksums into its files; these files are written as they are, and have none.
     crc32 = {name: zlib.crc32(file_content) for name, file_content in extra_files.items()}
     marker = {
         "num_ranks": ranks.num_ranks,
@@ -161,6 +167,7 @@ def unfinished_on_rank_0(ranks: RanksOfThread, path: Path) -> Iterator[Unfinishe
 
     def begin() -> None:
         if ranks.rank == 0:
+            # What writers left that have died goes first: this checkpoint may need its disk space.
             clean_up(path.parent)
             folders.append(UnfinishedFolder(path))
 
@@ -169,6 +176,7 @@ def unfinished_on_rank_0(ranks: RanksOfThread, path: Path) -> Iterator[Unfinishe
         yield next(iter(folders), None)
     finally:
         for folder in folders:
+            # After `complete` there is nothing of this name left, and nothing is removed.
             folder.abandon()
 
 
@@ -211,6 +219,7 @@ class Saver:
 
         Raises CheckpointError on every rank: this one, or the one before it, could not be written.
         """
+        # One at a time: two writes would meet in one process group, and need two copies on the host.
         self.finish()
         if not self._is_async:
             snapshot.write(self._ranks)
@@ -218,6 +227,7 @@ class Saver:
         # The copy is made here, before the next step changes the tables; only writing it is left to the thread.
         on_host = snapshot.on_host()
         self.in_flight = snapshot.path
+        # A daemon: a run that gives up on a hanging file system can still exit.
         self._thread = threading.Thread(target=self._write, args=(on_host,), name="checkpoint", daemon=True)
         # Loggers look for checkpoints by path from the main thread: see wait_for_checkpoint.
         writing[snapshot.path] = self._thread
@@ -235,9 +245,11 @@ class Saver:
         if self._thread is None:
             self._remove(path)
         else:
+            # ModelCheckpoint removes the old checkpoint right after it has asked for the new one, here still in flight.
             self._to_remove.append(path)
 
     def _remove(self, path: Path) -> None:
+        # All ranks come here, but the files are shared.
         if self._ranks.rank == 0:
             remove(path)
 
@@ -255,6 +267,7 @@ class Saver:
             return
         began = time.monotonic()
         self._thread.join(timeout_seconds)
+        # A thread cannot be stopped from outside: it may be in a collective or a system call.
         if self._thread.is_alive():
             raise CheckpointError(
                 f"giving up on a checkpoint that is still being written after {time.monotonic() - began:.0f} s. "
@@ -262,6 +275,7 @@ class Saver:
             )
         if self.in_flight is not None:
             writing.pop(self.in_flight, None)
+        # Before anything is raised, so that the next `finish` returns at once instead of raising it again.
         self._thread = self.in_flight = None
         # Old checkpoints are removed only after the new one is complete, and not at all where it failed.
         failure, self._failure = self._failure, None

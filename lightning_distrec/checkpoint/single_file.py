@@ -42,6 +42,7 @@ content), "optimizers" (class and parameters' names of each) and "rank_states", 
 
 def fits_in_one_file(checkpoint: Mapping[str, Any], options: CheckpointOptions, ranks: Ranks) -> bool:
     """Collective. Return whether a checkpoint is written as one file; rank 0 decides."""
+    # Options are the same on all ranks: none of them reaches the all_gather below.
     if options.distributed is not None:
         return not options.distributed
     plain, sharded = 0, 0
@@ -58,6 +59,7 @@ def fits_in_one_file(checkpoint: Mapping[str, Any], options: CheckpointOptions, 
 
     count(checkpoint, "")
     is_small = plain + sharded < options.single_file_bytes and sharded < free_host_bytes()
+    # Without sharded tensors rank 0 has all of it already, whatever the size: nothing is gathered.
     # Free memory differs between hosts; rank 0's counts, because it is where tensors are gathered.
     fits: list[bool] = ranks.all_gather(not sharded or is_small)
     return fits[0]
@@ -142,9 +144,11 @@ def take_file_snapshot(content: RankContent, ranks: Ranks) -> FileSnapshot:
 
     Raises CheckpointError on every rank: something is no plain type.
     """
+    # No paths to divide among ranks: rank 0 writes the file, and keeps replicated tensors in the state.
     state, tensors = extract_tensors(content.checkpoint, (), ranks.rank, ranks.num_ranks, content.pickles)
 
     def check() -> bytes:
+        # Only rank 0's state is written; other ranks may have what it has not.
         refuse_not_plain(state if ranks.rank == 0 and not content.pickles else {})
         return to_bytes(dict(content.rank_state))
 

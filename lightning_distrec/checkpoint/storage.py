@@ -56,6 +56,7 @@ class WritePlanner(SavePlanner):
 
     @override
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        # Nothing to take from the state_dict: dcp.save is given an empty one, and the tensors came with __init__.
         pass
 
     @override
@@ -65,12 +66,15 @@ class WritePlanner(SavePlanner):
     def _items(self, name: str, chunked: ChunkedTensor) -> list[WriteItem]:
         items = []
         for chunk in chunked.chunks:
+            # An empty chunk could have the offsets, and with them the index, of the chunk behind it.
             if not chunk.tensor.numel():
                 continue
             for first, count in row_ranges(chunk.tensor.shape, chunk.tensor.itemsize):
                 offsets = torch.Size((chunk.offsets[0] + first, *chunk.offsets[1:]))
+                # Chunks do not overlap, so that a name and offsets are unique over all ranks.
                 index = MetadataIndex(name, offsets)
                 rows = chunk.tensor[first : first + count]
+                # A view: the block is copied to the host when the writer asks for it, one at a time.
                 self._blocks[index] = rows
                 data = TensorWriteData(
                     chunk=ChunkStorageMetadata(offsets, rows.size()),
@@ -82,6 +86,7 @@ class WritePlanner(SavePlanner):
 
     @override
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        # torch's default planner would deduplicate and validate here; chunks that never overlap need neither.
         entries: dict[str, TensorStorageMetadata] = {
             name: TensorStorageMetadata(TensorProperties(dtype=chunked.dtype), torch.Size(chunked.shape), [])
             for name, chunked in self._tensors.items()
@@ -139,6 +144,7 @@ class ReadPlanner(LoadPlanner):
                     box = overlap(chunk.box, (begin, tuple(stored.sizes)))
                     if box is not None:
                         items.append(
+                            # The number in dest_index is for resolve_tensor: two targets may begin at the same place.
                             ReadItem(
                                 LoadItemType.TENSOR,
                                 dest_index=MetadataIndex(name, chunk.offsets, number),
@@ -171,6 +177,7 @@ class ReadPlanner(LoadPlanner):
 
     @override
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        # The reader has copied into a view of the target's own memory, see resolve_tensor.
         pass
 
 
@@ -182,6 +189,7 @@ def _with_own_storage(tensor: Tensor) -> Tensor:
     """Return the same memory with a storage that ends where the tensor does. tensor: contiguous, on the host."""
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
+    # As bytes, since numpy has no bfloat16; frombuffer makes a storage of just this memory, without a copy.
     memory = tensor.flatten().view(torch.uint8).numpy()
     return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
 
@@ -196,6 +204,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, ChunkedTensor], group: Any
     tensors: the same names on every rank. final: the checkpoint's path, for messages.
     Raises CheckpointError on every rank: one of them cannot write.
     """
+    # Without copying ahead, torch resolves one block at a time: the planner has one buffer for all of them.
     writer = _Writer(folder, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0)
     try:
         with _without_single_process_warning() if group is None else contextlib.nullcontext():
@@ -264,6 +273,7 @@ class StoredTensors:
         entry = self._metadata.state_dict_metadata.get(name)
         if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(f"{self._folder} holds no tensor '{name}'; it has been changed since it was written.")
+        # Once for each tensor: every shard asks again, and the time grows with the number of chunks.
         if name not in self._checked:
             try:
                 shape = tuple(entry.size)
@@ -284,6 +294,7 @@ class StoredTensors:
         reader = _Reader(self._folder, self._metadata)
         try:
             with _without_single_process_warning():
+                # no_dist: ranks read different tensors at different times, so that a collective would hang.
                 dcp.load({}, storage_reader=reader, planner=ReadPlanner(targets), no_dist=True)
         except dcp.CheckpointException as failure:
             reasons = dict.fromkeys(_reason(error) for error, _ in failure.failures.values())  # of this rank alone
@@ -293,6 +304,7 @@ class StoredTensors:
 def matches_checksums(content: BinaryIO) -> bool:
     """Whether a file of torch.save, in its newer format, is as its checksums say."""
     try:
+        # Damaged headers may look encrypted (RuntimeError) or compressed in unknown ways (NotImplementedError).
         return zipfile.ZipFile(content).testzip() is None
     except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError):
         return False
@@ -301,6 +313,7 @@ def matches_checksums(content: BinaryIO) -> bool:
 def _cover(boxes: list[Box], shape: tuple[int, ...]) -> bool:
     """Whether rectangles cover a tensor of this shape, nothing of it twice."""
     inside = all(o >= 0 and s >= 0 and o + s <= n for box in boxes for o, s, n in zip(*box, shape, strict=True))
+    # Boxes of the right total size that do not overlap leave no gap.
     if not inside or sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
         return False
     reaching: list[Box] = []  # boxes that begin at earlier rows and reach down to this one
@@ -338,6 +351,7 @@ def read_metadata(file: IO[bytes]) -> Metadata:
 class _MetadataUnpickler(PythonUnpickler):
     """Builds the metadata's own classes, and refuses everything else by name."""
 
+    # A copy: the table belongs to the base class, and all other unpicklers in Python use it.
     dispatch = dict(PythonUnpickler.dispatch)
 
     @override
@@ -348,6 +362,7 @@ class _MetadataUnpickler(PythonUnpickler):
 
     @override
     def get_extension(self, code: int) -> Any:
+        # Extensions name classes by number; those in copyreg's cache would not pass through find_class.
         raise pickle.UnpicklingError("it asks for a registered extension, which no metadata need")
 
     def load_build(self) -> None:
@@ -359,6 +374,7 @@ class _MetadataUnpickler(PythonUnpickler):
             raise pickle.UnpicklingError("it changes an object that it did not build")
         super().load_build()
 
+    # Opcodes are looked up in the table, so that overriding the method alone would change nothing.
     dispatch[pickle.BUILD[0]] = load_build
 
 

@@ -27,6 +27,7 @@ class Server:
         folder = Path(folder)
         self.about = json.loads((folder / "serving.json").read_text())
         for package in self.about["needs"]:
+            # Registers operators, which torch.export.load looks up by name.
             importlib.import_module(package)
         self.tables = load_file(folder / "tables.safetensors")
         self.program = torch.export.load(folder / "program.pt2").module()
@@ -36,6 +37,7 @@ class Server:
         missing = self.about["inputs"].keys() - inputs.keys()
         if missing:
             raise ValueError(f"the request lacks {sorted(missing)}")
+        # The program refuses keys that it was not exported with, and a request may have more.
         order = {name: inputs[name] for name in self.about["inputs"]}
         with torch.no_grad():
             return self.program(self.tables, order)
@@ -48,6 +50,7 @@ class Server:
             raise ValueError(f"the request has {sorted(unknown)}, and the inputs are {sorted(inputs_by_name)}")
         inputs = {}
         for name, values in request.items():
+            # Lists without examples do not show their inner sizes; these come from the export.
             item_shape = inputs_by_name[name]["shape"][1:]
             values = torch.tensor(values, dtype=getattr(torch, inputs_by_name[name]["dtype"]))
             inputs[name] = values.reshape(-1, *item_shape) if None not in item_shape and item_shape else values

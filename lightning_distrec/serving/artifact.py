@@ -102,12 +102,14 @@ def _with_dense_weights(module: LightningModule, state: Mapping[str, Any]) -> Li
     needed = module.state_dict().keys()
     if missing := sorted(needed - state.keys()):
         raise CheckpointError(f"the checkpoint lacks '{missing[0]}' ({len(missing)} of {len(needed)} weights).")
+    # deepcopy takes what the memo holds for a finished copy: tables, maybe larger than memory, are never copied.
     memo: dict[int, Any] = {
         id(lookup.weight): nn.Parameter(torch.empty(0), requires_grad=False) for lookup in lookups.values()
     }
     copy = deepcopy(module, memo)  # LightningModule leaves its Trainer out
     dense = {name: materialized(state[name]) for name in needed if name not in names}
     try:
+        # Tables are left out on purpose; that nothing else is missing was checked above.
         copy.load_state_dict(dense, strict=False)
     except RuntimeError as error:
         raise CheckpointError(f"the checkpoint is of another model: {error}") from error
@@ -129,10 +131,12 @@ def _write(
     sources = {name: lazy for name, value in tables.items() if (lazy := as_lazy(value)) is not None}
     floats = folder / (TABLES if bits is None else ".floats.safetensors")
     write_safetensors(floats, sources, on_progress)
+    # Before lookups are quantized: what quantization changes is part of the differences.
     with torch.no_grad():
         expected = Program(module, batch)(load_file(floats), tensors_of(batch))
     stored: dict[str, Any] = dict(sources)
     if bits is not None:
+        # No longer needed: packed rows are made from `sources`, not from this file.
         floats.unlink()
         for path, table_bits in quantize_lookups(module, bits).items():
             stored[f"{path}.rows"] = QuantizedTensor(stored.pop(f"{path}.weight"), table_bits)
@@ -154,9 +158,11 @@ def _write(
     outputs = answer.leaves(expected)
     examples = {f"inputs.{name}": tensor for name, tensor in inputs.items()}
     examples |= {f"answers.{number}": tensor for number, tensor in enumerate(outputs)}
+    # safetensors refuses tensors that share memory, as inputs and outputs of a step may.
     save_file({name: tensor.clone().contiguous() for name, tensor in examples.items()}, folder / EXAMPLES)
     shutil.copyfile(answer.__file__, folder / SCRIPT)
 
+    # The files on disk answer, by the code that will serve them.
     server = answer.Server(folder)
     answers = answer.leaves(server.answer(inputs))
     request, fixed = tensors_of(batch if first_request is None else first_request), False
@@ -208,6 +214,7 @@ def _new_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
         raise CheckpointError(f"{folder} {problem}. Choose another name{advice}.")
     if not folder.absolute().parent.is_dir():
         raise CheckpointError(f"{folder}: the folder {folder.parent} does not exist. Create it first.")
+    # Next to the target: a rename cannot leave its file system.
     with tempfile.TemporaryDirectory(prefix=".distrec-export-", dir=folder.absolute().parent) as unfinished:
         new = Path(unfinished, folder.name)
         new.mkdir()
@@ -216,6 +223,7 @@ def _new_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
             fsync(file)
         fsync(new)
         if folder.exists():
+            # Into the temporary folder, with which the old export is removed.
             os.replace(folder, Path(unfinished, "old"))
         os.replace(new, folder)
     fsync(folder.absolute().parent)

@@ -43,11 +43,13 @@ def _mapped(value: Any, path: str, replace: Callable[[str, Tensor], Tensor]) -> 
         return replace(path or ONLY, value)
     if isinstance(value, Mapping):
         return {name: inner(name, item) for name, item in value.items()}
+    # Named tuples take their items as arguments, other tuples one iterable.
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(inner(name, item) for name, item in zip(value._fields, value, strict=True)))
     if isinstance(value, (list, tuple)):
         return type(value)(inner(number, item) for number, item in enumerate(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        # dataclasses.replace raises for fields that __init__ does not take.
         names = [field.name for field in dataclasses.fields(value) if field.init]
         return dataclasses.replace(value, **{name: inner(name, getattr(value, name)) for name in names})
     if type(value).__module__.startswith("torchrec."):
@@ -97,6 +99,7 @@ class Program(nn.Module):
 
     def forward(self, tables: dict[str, Tensor], inputs: dict[str, Tensor]) -> Any:
         """Return what predict_step returns. tables: by their names in `module`. inputs: as `tensors_of` names them."""
+        # Passed in place of the module's own weights, tables are inputs of the program and not saved with it.
         named = {f"module.{name}": table for name, table in tables.items()}
         return torch.func.functional_call(self.predictor, named, (with_tensors(self._batch, inputs),))
 
@@ -124,6 +127,7 @@ def _exported(program: Program, tables: dict[str, Tensor], inputs: Mapping[str, 
     logging.root.setLevel(logging.ERROR)  # torchrec warns there that export is slow with a KeyedJaggedTensor
     try:
         with torch.no_grad(), sizes_from_zero():
+            # Not strict: the step runs as ordinary Python on traced tensors, without Dynamo's limits.
             exported = export(program, (tables, dict(inputs)), dynamic_shapes=sizes, strict=False)
     except Exception as error:
         name = type(program.predictor.module).__name__
@@ -137,6 +141,7 @@ def _exported(program: Program, tables: dict[str, Tensor], inputs: Mapping[str, 
     if needed_packages(exported):
         with torch.no_grad(), sizes_from_zero(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch's, of its own names
+            # Operators that torch has as well: with them most servers need no fbgemm_gpu.
             exported = exported.run_decompositions(_by_torch())
     exported.example_inputs = None  # they would be saved, with the tables among them
     return exported
@@ -144,6 +149,7 @@ def _exported(program: Program, tables: dict[str, Tensor], inputs: Mapping[str, 
 
 def _used(exported: ExportedProgram, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the inputs that the program reads."""
+    # Tables come first, then the batch. A slice from -0 would be all of them: hence the condition.
     names = exported.graph_signature.user_inputs[-len(inputs) :] if inputs else ()
     read = {node.name for node in exported.graph.nodes if node.op == "placeholder" and node.users}
     return {name: inputs[name] for name, inside in zip(inputs, names, strict=True) if inside in read}

@@ -76,6 +76,7 @@ class _Quantized(nn.Module):
         super().__init__()
         self.num_embeddings, self.embedding_dim, self.bits = original.num_embeddings, original.embedding_dim, bits
         width = packed_width(self.embedding_dim, bits)
+        # Without rows: the program gets them as an input, in the buffer's place.
         self.register_buffer("rows", torch.empty(0, width, dtype=torch.uint8), persistent=False)
 
     @property
@@ -104,6 +105,7 @@ class QuantizedBag(_Quantized):
         """Return one pooled row per bag, (num_bags, embedding_dim). Arguments: nn.EmbeddingBag's."""
         ids = input.flatten().long()
         rows = dequantized(self.rows[ids], self.embedding_dim, self.bits)
+        # The rows that were looked up become a table themselves, of which each row is read once.
         places = torch.arange(ids.shape[0], device=ids.device).reshape(input.shape)
         return functional.embedding_bag(
             places,
@@ -129,6 +131,7 @@ class QuantizedTensor(LazyTensor):
         """Quantize the rows of `chunks`, which have full rows."""
         dim = self._source.shape[1]
         for chunk in chunks:
+            # 4 bytes a number: FBGEMM quantizes from float32, whatever the table's type.
             for first, count in row_ranges((chunk.tensor.shape[0], dim), 4):
                 rows = torch.empty((count, dim), dtype=self._source.dtype)
                 self._source.read_into([Chunk((chunk.offsets[0] + first, 0), rows)])

@@ -84,6 +84,7 @@ def _header(tensors: Mapping[str, LazyTensor]) -> bytes:
         entries[name] = {"dtype": TYPES[lazy.dtype], "shape": list(lazy.shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    # Blanks up to a multiple of 8 bytes, as the library has them: the tensors behind are aligned.
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 
@@ -138,6 +139,7 @@ def export(
             unfinished = Path(folder, target.name)
             write(unfinished, value, advance)
             fsync(unfinished)
+            # Again, because writing a large file takes long, and another process may have written there.
             _must_be_free(target, overwrite)
             os.replace(unfinished, target)
         fsync(target.parent)

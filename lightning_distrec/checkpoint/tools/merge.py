@@ -32,6 +32,7 @@ def merge(source: Path, target: Path) -> None:
         raise CheckpointError(f"{source} is no difference: there is nothing to merge it with.")
     if target.exists():
         raise CheckpointError(f"{target} exists already. Choose another name.")
+    # Written again, damaged rows would get checksums that match, and nobody could find them any more.
     if changed := verify(source):
         raise CheckpointError(f"{source} is damaged: {changed[0]} does not match its checksum.")
     handles = collect_tensors(read_contents(source).checkpoint)
@@ -39,6 +40,7 @@ def merge(source: Path, target: Path) -> None:
     marker = difference.folder.marker
     copied = [PLAN_FILE, *(rank_file(rank) for rank in range(marker["num_ranks"]))]
     sizes = {name: [list(full.shape), str(full.dtype).removeprefix("torch.")] for name, full in tensors.items()}
+    # UnfinishedFolder writes these keys for the new folder; without INCREMENTAL it belongs to no series.
     content = {key: value for key, value in marker.items() if key not in ("format", "name", "files", INCREMENTAL)}
     unfinished = None
     try:
@@ -95,6 +97,7 @@ class _LazyRows:
         return torch.Size(self.shape)
 
     def __getitem__(self, rows: slice) -> "_LazyRows":
+        # WritePlanner's slices have a start and a stop, and no step.
         return _LazyRows(self.lazy, self.first + rows.start, (rows.stop - rows.start, *self.shape[1:]))
 
     def detach(self) -> Tensor:

@@ -40,6 +40,7 @@ def write_torch_file(path: Path, value: Any, on_progress: Callable[[int], None])
     _write_without_bytes(path, value, tensors)
     records = _records(path)
     in_order = _order_by_file(path, tensors)
+    # torch.save finds tensors inside of other objects as well; those would stay holes, full of zeros.
     if [size for _, size in records] != [num_bytes(lazy) for lazy in in_order]:
         raise CheckpointError(
             f"torch.save wrote {len(records)} tensors, but {len(in_order)} were found: one is inside of something "
@@ -91,6 +92,7 @@ def _placeholder(hole: Path, place: str, item: Any, lazy: LazyTensor) -> Tensor:
 def _records(path: Path) -> list[tuple[int, int]]:
     """Return offset of the header, and number of bytes, of each tensor that is not empty, in the file's order."""
     with zipfile.ZipFile(path) as archive:
+        # Empty tensors have no bytes to write, and no address to be found by.
         records = [(i.header_offset, i.file_size) for i in archive.infolist() if "/data/" in i.filename and i.file_size]
     return sorted(records)
 
@@ -109,6 +111,7 @@ def _order_by_file(path: Path, tensors: dict[str, LazyTensor]) -> list[LazyTenso
 def _write_record(file: IO[bytes], header: int, lazy: LazyTensor, on_progress: Callable[[int], None]) -> int:
     """Write a tensor's bytes, and behind them their checksum, which is returned."""
     file.seek(header)
+    # Past the name and the extra field, with which torch aligns a tensor's bytes.
     file.seek(sum(_HEADER.unpack(file.read(_HEADER.size))), 1)
     checksum = 0
     for block in read_blocks(lazy):
@@ -130,6 +133,7 @@ def _write_directory(file: IO[bytes], path: Path, checksums: dict[int, int]) -> 
         entries, begin = archive.infolist(), archive.start_dir
     for entry in entries:
         file.seek(begin)
+        # Entries differ in length: each one shows where the next one begins.
         lengths = _ENTRY.unpack(file.read(_ENTRY.size))
         if entry.header_offset in checksums:
             file.seek(begin + _CHECKSUM_IN_ENTRY)

@@ -57,12 +57,14 @@ class ChangedTables:
     def begin(self) -> None:
         """Forget what has changed so far."""
         self._touched.clear()
+        # A copy, since the counts themselves go on.
         self._written_by_user = dict(self._writes)
         for written in self._written.values():
             written.begin()
 
     def release(self) -> None:
         """Stop following."""
+        # Popped, so that a second call does nothing; the last patch is undone first.
         while self._undo:
             self._undo.pop()()
 

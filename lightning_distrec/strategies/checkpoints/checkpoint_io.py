@@ -17,6 +17,7 @@ from lightning_distrec.errors import CheckpointError, ConfigError, MissingCheckp
 
 def is_plugin(io: CheckpointIO) -> bool:
     """Whether the user has set it."""
+    # By exact type: a subclass of the user's may read and write in its own way.
     return type(io) is not TorchCheckpointIO
 
 
@@ -27,6 +28,7 @@ def is_elsewhere(path: str, io: CheckpointIO) -> bool:
 
 def open_stored(path: str | Path, io: CheckpointIO) -> StoredCheckpoint:
     """Return a checkpoint from where it is. Raises CheckpointError: see `open_checkpoint`."""
+    # A folder is ours even with a plugin, which writes files only.
     if not is_elsewhere(str(path), io) or Path(path).is_dir():
         return open_checkpoint(Path(path))
     return CheckpointFile(Path(path), partial(_read_with, io, path))

@@ -60,6 +60,7 @@ def announce_in_flight(trainer: Trainer, saver: Saver) -> None:
 
 def _is_written(saver: Saver, callback: ModelCheckpoint, filepath: Any, trainer: Trainer) -> bool:
     is_being_written = saver.in_flight == Path(filepath).absolute()
+    # The class's method: the instance's attribute of that name is this function.
     return is_being_written or type(callback).file_exists(callback, filepath, trainer)
 
 
@@ -115,6 +116,7 @@ class Checkpointing:
             announce_in_flight(module.trainer, self._saver)
         self._incremental = begin_series(self.options.incremental, self._ranks, tables, module, self._job, self._saver)
         path = self.options.start_from
+        # Once in the life of a strategy: a second fit goes on from what the first one has learned.
         if path is None or self._has_started:
             return
         loaded = self._load(path)
@@ -131,6 +133,7 @@ class Checkpointing:
 
         Raises CheckpointError: the others do not arrive within 20 s; they may wait for this rank in another collective.
         """
+        # First, because the thread that writes uses the group of the barrier below.
         self._saver.finish(LEAVING_SECONDS)
         # Over the writer's own group: the others may be in a collective of training, which this must not meet.
         if not self._writer_ranks.barrier(MEETING_SECONDS):
@@ -190,6 +193,7 @@ class Checkpointing:
         if not is_file:
             snapshot = take_folder_snapshot(content, self._ranks)
         else:
+            # Stock Lightning reads files as well, and looks for its loaders' states there.
             content = replace(content, checkpoint=self.positions.add_loader_states(checkpoint, rank_state))
             file = take_file_snapshot(content, self._ranks)
             snapshot = SnapshotForIO(file, io, location, storage_options) if uses_io else file
@@ -206,6 +210,7 @@ class Checkpointing:
         is_of_fit = trainer.state.fn == TrainerFn.FITTING and "optimizer_states" in checkpoint
         if self._job is None or not is_of_fit or trainer.interrupted:
             return ""
+        # Before writing: a job that dies right after the rename still finds the checkpoint.
         self._job.note_saving(path)
         return self._job.label
 
@@ -220,6 +225,7 @@ class Checkpointing:
 
     def finish(self, has_failed: bool) -> None:
         """Collective. Wait for a checkpoint that is being written. has_failed: the run has; wait 120 s at most."""
+        # Flags live as long as the process, and the function that they hold leads to this run's tables.
         self._ranks.flags.watch_failures(None)
         if self._incremental is not None:
             self._incremental.release()
@@ -232,6 +238,7 @@ class Checkpointing:
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Collective. Return a checkpoint for Lightning's hooks; tables and their state are handles to read from."""
+        # The checkpoint to load may be the one that is being written.
         self._saver.finish()
         loaded = self._load(path)
         checkpoint = loaded.checkpoint
@@ -267,6 +274,7 @@ class Checkpointing:
                 state["state"] = {renamed(name): value for name, value in state["state"].items()}
                 for group in state["param_groups"]:
                     group["params"] = [renamed(name) for name in group["params"]]
+        # Lightning migrates checkpoints by this key, which a bare state_dict has not.
         checkpoint.setdefault("pytorch-lightning_version", pl.__version__)
         return loaded
 

@@ -72,6 +72,7 @@ class IncrementalSaves:
         self._in_full: dict[str, str] | None = None
         self._reported: set[str] = set()
         self._callback = _SaveEvery(self, options.every)
+        # At the end, behind ModelCheckpoints, which Lightning has moved there when the Trainer was made.
         trainer.callbacks.append(self._callback)  # type: ignore[attr-defined]
 
     def release(self) -> None:
@@ -87,6 +88,7 @@ class IncrementalSaves:
         kind = "full" if self._in_full is None else "difference"
         self._writing = self._folder / f"step={step}-{kind}.ckpt"
         try:
+            # By way of Lightning, which calls the hooks for saving; Checkpointing.save then calls `take`.
             self._trainer.save_checkpoint(self._writing, weights_only=False)
         finally:
             written, self._writing = self._writing, None
@@ -97,6 +99,7 @@ class IncrementalSaves:
 
     def _tables_in_full(self, step: int) -> dict[str, str] | None:
         """Collective. Return the tables that a difference has in full, and why; None: a full checkpoint is due."""
+        # A rank without rows of a table sees no writes into it: a reason on one rank is one for all.
         per_rank_reasons = self._ranks.all_gather(self._changed.in_full())
         in_full = {name: reason for reasons in per_rank_reasons for name, reason in reasons.items()}
         for name, reason in in_full.items():
@@ -119,6 +122,7 @@ class IncrementalSaves:
 
         Return what its marker says of it; nothing of another checkpoint.
         """
+        # ModelCheckpoint's checkpoints come this way, too, and stay as they are.
         if self._writing is None or path != str(self._writing):
             return {}
         drawn: str = self._ranks.all_gather(secrets.token_hex(8))[0]
@@ -146,6 +150,7 @@ class IncrementalSaves:
                 mark = read_mark(path, read_marker(path))
                 if path != written and mark is not None and mark.series == self._series:
                     stored.append(((path / MARKER).stat().st_mtime_ns, path, mark))
+        # `written` is the newest to keep, and not in the list, since it may be incomplete: hence keep - 1.
         for path in no_longer_needed(stored, self._options.keep - 1, self._base.name if self._base else ""):
             self._remove(path)
 
@@ -158,6 +163,7 @@ def no_longer_needed(stored: list[tuple[int, Path, Mark]], keep: int, base: str)
     newest = sorted(stored, key=lambda entry: entry[0], reverse=True)
     needed = {base} | {path.name for _, path, _ in newest[:keep]} | {mark.base_name for _, _, mark in newest[:keep]}
     old = [(path, mark) for _, path, mark in newest if path.name not in needed]
+    # If the process dies in between, no difference has lost its base.
     return [path for path, _ in sorted(old, key=lambda entry: not entry[1].is_difference)]
 
 
@@ -192,5 +198,6 @@ class _SaveEvery(Callback):
     ) -> None:
         step, last = trainer.global_step, self._last
         self._last = step
+        # While gradients accumulate the step stays the same: it is saved once.
         if step // self._every > last // self._every:
             self._saves.save(step)

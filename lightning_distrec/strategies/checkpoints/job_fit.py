@@ -91,6 +91,7 @@ class JobRecord:
             places.files = list(dict.fromkeys([*places.files, str(local)]))
         else:
             places.folders = list(dict.fromkeys([*places.folders, str(local.parent)]))
+        # Most saves change nothing: folders are noted, and not the checkpoints in them.
         if asdict(places) != old_places:
             self._write()
 
@@ -155,6 +156,7 @@ class JobRecord:
 RUN_NAME = "LIGHTNING_DISTREC_RUN_NAME"
 """Variable for `run_name`, where the options do not set it."""
 
+# Of the process: a script may fit several times, and its restart numbers the fits in the same order.
 _fits = itertools.count(1)
 
 
@@ -187,6 +189,7 @@ class JobFit:
     """
 
     def __init__(self, root: str, job: str, fit: int = 0, run: str = "") -> None:
+        # Not hash(), which Python salts for each process.
         program = zlib.crc32("\0".join(sys.argv).encode())
         self._root = Path(root).absolute()
         self.has_name = bool(run or job)

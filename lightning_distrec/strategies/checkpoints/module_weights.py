@@ -27,6 +27,7 @@ def load_weights(
     """
     keys = {} if shards is None else _load_tables(shards, state, grow)
     mapped = set() if shards is None else _load_mappings(module, state)
+    # With duplicates: the state has a shared parameter under each of its names.
     sharded = {
         name: parameter
         for name, parameter in module.named_parameters(remove_duplicate=False)

@@ -63,6 +63,7 @@ class OptimizerStates:
             self._tables = {
                 t.key: SavedTable(t, tables.shards.shards[t.full_name], tables) for t in tables.shards.tables
             }
+            # Shards replaced the parameters of the unsharded module, and are saved under its name for the table.
             self._names |= {id(shard.weight): key for key, saved in self._tables.items() for shard in saved.shards}
 
     def collect(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -236,6 +237,7 @@ def _collect_partitioned(
         if rank_of(parameter) == consensus.rank and parameter in optimizer.state
     }
     local = {name: {k: _describe(v) for k, v in state.items()} for name, state in local_states.items()}
+    # All ranks make the same entries, one with data: writing needs equal names on all of them.
     described = {name: values for per_rank in consensus.all_gather(local) for name, values in per_rank.items()}
 
     def entry(name: str, key: str, shape: tuple[int, ...] | None, dtype_or_value: Any) -> Any:
@@ -255,6 +257,7 @@ def _collect_partitioned(
 def _describe(value: Any) -> tuple[tuple[int, ...] | None, Any]:
     """Return a tensor's shape and type; None and a small value as it is."""
     if isinstance(value, Tensor):
+        # Numbers, such as torch's "step", go along with the descriptions: too small for chunks of a file.
         return (tuple(value.shape), value.dtype) if value.dim() else (None, value.detach().cpu())
     return None, value
 
@@ -263,6 +266,7 @@ def _reduced(value: Any) -> Any:
     """Collective for a partial DTensor. Return it reduced; a scalar as a plain tensor."""
     if not isinstance(value, DTensor):
         return value
+    # Each rank has only a summand of a partial value; replicating it adds them up.
     placements = [Replicate() if placement.is_partial() else placement for placement in value.placements]
     value = value.redistribute(placements=placements)
     return value if value.dim() else value.to_local()

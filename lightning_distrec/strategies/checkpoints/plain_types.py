@@ -28,6 +28,7 @@ def drop_hyperparameters(checkpoint: dict[str, Any], warned: set[str]) -> None:
         if kind not in checkpoint:
             continue
         if (container := checkpoint.pop(kind_of_type, None)) is not None:
+            # Imported only here: it is no dependency, but must be there where Lightning has noted one of its types.
             checkpoint[kind] = import_module("omegaconf").OmegaConf.to_container(checkpoint[kind], resolve=True)
             if kind_of_type not in warned:
                 rank_zero_warn(

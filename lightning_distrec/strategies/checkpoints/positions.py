@@ -22,6 +22,7 @@ def generator_states() -> dict[str, Any]:
     states = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
+        # A tensor, since torch.load(weights_only=True) refuses arrays; int64, since torch's uint32 is limited.
         "numpy": (torch.from_numpy(numpy.asarray(keys, dtype="int64")), *position),
     }
     if torch.cuda.is_available():
@@ -113,6 +114,7 @@ class Positions:
         Positions that any number of ranks can use stay in the checkpoint, under POSITIONS.
         """
         state = checkpoint["loops"]["fit_loop"]["state_dict"]
+        # Taken out: the state that is written is rank 0's, and each rank's loaders are elsewhere.
         loader_states: list[Any] = state.pop("combined_loader", [])
         # Every rank gathers, though only rank 0 writes them.
         if shared := merge_states(self._ranks.all_gather(loader_states)):
@@ -151,6 +153,7 @@ class Positions:
                 )
         for name, holder in self._rank_states.items():
             holder.restore((loaded.rank_state or {}).get(name), (loaded.rank_0_state or {}).get(name))
+        # After the loaders' states have their place in fit_loop, for it compares counts with them.
         adapt_progress(fit_loop, self.data_ranks[1])
         epochs = fit_loop["epoch_progress"]["current"]
         is_last = fit_loop["epoch_loop.batch_progress"]["is_last_batch"]

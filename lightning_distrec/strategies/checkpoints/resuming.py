@@ -57,6 +57,7 @@ class Resuming:
             self._explain_first_start(ckpt_path)
             return None
         self._explain(newest, ckpt_path)
+        # It may have been found in a dirpath alone: then the record does not have it yet.
         self.job.note_saving(newest.path)
         if ranks.rank == 0:
             self.job.record.reopen()
@@ -78,6 +79,7 @@ class Resuming:
     def _furthest(self, ranks: Consensus) -> ResumePoint | None:
         """Collective. Return the furthest checkpoint that all ranks can read."""
         rank_0 = ranks.rank == 0
+        # Rank 0's list for all: file systems may show the ranks different files for a while.
         candidates = ranks.all_or_none("looking for checkpoints", lambda: self._candidates() if rank_0 else [])
         for path, step, label in ranks.all_gather(candidates)[0]:
             # One rank that cannot read it, for example its own rank_<r>.pt, makes all ranks take the next one.
@@ -115,6 +117,7 @@ class Resuming:
                 continue
             if job.has_label(origin.job):
                 checkpoints.append((origin.step, origin.written, str(path), origin.job))
+        # Of those with equal steps, the last one written comes first.
         return [(path, step, label) for step, _, path, label in sorted(checkpoints, reverse=True)]
 
     def _beginning(self) -> str:

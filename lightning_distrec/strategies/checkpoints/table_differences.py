@@ -100,6 +100,7 @@ def turn_into_difference(
     ]
     sizes = {table.full_name: table.config.num_embeddings for table in tables.shards.tables}
     num_rows = {
+        # Shards side by side have the same changed rows: those at column 0 count each row once.
         name: sum(place.num_changed for places in per_rank_places for place in places[name] if not place.column)
         for name in names
     }
@@ -116,6 +117,7 @@ def turn_into_difference(
             for i, place in enumerate(places[tensor.table]):
                 if not place.num_changed:
                     continue
+                # All ranks make entries for the rows of every rank, because they must write equal names.
                 local_ids = ids[tensor.table][i] if rank == ranks.rank else None
                 rows = None if local_ids is None else (chunks[tensor.path] or [])[i].index_select(0, local_ids)
                 name, count = f"{tensor.table}@{place.row},{place.column}", place.num_changed
@@ -133,6 +135,7 @@ def turn_into_difference(
 
 
 def _ids_type(num_rows: int) -> torch.dtype:
+    # Half the bytes, for all tables but the very largest.
     return torch.int32 if num_rows < 2**31 else torch.int64
 
 

@@ -112,6 +112,7 @@ class SavedTable(NamedTuple):
             columns = 1 if per_row else config.embedding_dim
             state[key] = ChunkedTensor((config.num_embeddings, columns), torch.float32, chunks)
         if state:
+            # As torch's optimizers keep it, so that the table may be updated by one of them after loading.
             state["step"] = torch.tensor(float(self.tables.num_fused_steps(self.table.full_name)))
         return state
 
@@ -128,6 +129,8 @@ class SavedTable(NamedTuple):
             kind = self._layout(self.table.key, key, lazy.shape, grow)
             if shard.weight.numel():
                 tensor, num_dims = memory[id(shard)][i], len(lazy.shape)
+                # torch's optimizers save one number per row without a second dimension, FBGEMM's state has it: both
+                # load.
                 target = tensor.detach().view(-1) if num_dims == 1 else _as_columns(tensor)
                 lazy.read_into([Chunk(_offsets(shard, num_dims, kind), target)])
         if keys and "step" in values:
