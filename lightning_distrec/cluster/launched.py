@@ -116,7 +116,7 @@ def read_open_mpi(environ: Mapping[str, str]) -> Launched | None:
 
 
 def read_pytorchjob(environ: Mapping[str, str]) -> Launched | None:
-    """Return what a Kubernetes PyTorchJob passes, None if these are not its environ.
+    """Return what a Kubernetes PyTorchJob passes, None if these are not its variables.
 
     One process per pod, each with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and without LOCAL_RANK, which all
     launchers of several processes on a machine set. Source: pkg/controller.v1/pytorch/envvar.go of Kubeflow's training
@@ -147,5 +147,5 @@ def parse_number(environ: Mapping[str, str], name: str) -> int:
         return int(environ[name])
     except (KeyError, ValueError):
         raise ConfigError(
-            f"{name} is {environ.get(name, 'not set')}: the launcher's other environ are set, so this must be a number."
+            f"{name} is {environ.get(name, 'not set')}: the launcher's other variables are set, so it must be a number."
         ) from None
