@@ -53,7 +53,7 @@ class Timed:
     losses: list[float] = field(default_factory=list)
     exchanges: float = 0.0
     """All-to-alls that were started in a step."""
-    message: set[str] = field(default_factory=set)
+    messages: set[str] = field(default_factory=set)
     """Warnings that speak of prefetching: one of them may say why there was none."""
 
     @property
@@ -91,7 +91,7 @@ def take_turns(job: Job) -> Times:
                     warnings.simplefilter("always")
                     times[name].rounds.append(contenders[name].turn())
                 times[name].exchanges = (exchanges.started - initial) / job.turn_of(name).steps
-                times[name].said |= {text for w in caught if "prefetch" in (text := str(w.message))}
+                times[name].messages |= {text for w in caught if "prefetch" in (text := str(w.message))}
         for name, contender in contenders.items():
             times[name].losses = [float(loss) for loss in contender.losses]
             if job.profiles:

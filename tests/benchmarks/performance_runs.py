@@ -134,7 +134,7 @@ def _finish(measured: Measured, part: str, times: Times, tell: Callable[[str], N
     """Tell what was timed, and keep what is wrong about it: one model, the same batches, so the same losses."""
     for name, timed in times.items():
         tell(f"{part}: {name}: {timed.milliseconds:.2f} ms a step, {timed.exchanges:.1f} exchanges")
-        for text in sorted(timed.said):
+        for text in sorted(timed.messages):
             tell(f"{part}: {name} warned: {text}")
     exact = [name for name in times if name.startswith("ours") and name != QUANTIZED]
     pairs = [("ours", name, 0.0) for name in exact if "ours" in times]

@@ -90,7 +90,7 @@ def fit(kind: type, optimizer: str, depth: int, types: list[str]) -> tuple[dict[
     own_part = issubclass(kind, Examples)
     batches = None if own_part else DataLoader([batch_of(kind, number) for number in range(STEPS)], batch_size=None)
     trainer.fit(model, batches)
-    return {name: value.cpu() for name, value in model.final_state.items()}, count.said
+    return {name: value.cpu() for name, value in model.final_state.items()}, count.message
 
 
 def fit_both(kind: type, optimizer: str, depth: int, types: list[str]) -> Any:
