@@ -257,8 +257,8 @@ def check(pairs: list[Pair]) -> Counter[str]:
 def test_wrong_state_and_failed_ranks_are_reported() -> None:
     job = Job(((2,) * PARTS,), (Feature(),), (Collection("bags", (Table(8, 4, (0,)),)),), optimizer="Adam")
     right = Pair(job, 2, job, 1)
-    broken = replace(right, later=replace(job, optimizer="an optimizer that does not exist"))
-    forgets = replace(right, later=replace(job, optimizer="AdamW"))
+    broken = replace(right, second=replace(job, optimizer="an optimizer that does not exist"))
+    forgets = replace(right, second=replace(job, optimizer="AdamW"))
     with pytest.raises(AssertionError, match="2 of 3 pairs are wrong:\n\nPair\\(.*") as warned:
         check([right, broken, forgets])
     assert "KeyError: 'an optimizer that does not exist'" in str(warned.value)
