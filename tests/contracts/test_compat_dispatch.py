@@ -79,4 +79,5 @@ def test_sends_of_stages_are_watched_and_the_watch_can_be_undone() -> None:
     patches.close()
     assert distributed.P2POp is original
     for name in ("get_fwd_send_ops", "get_bwd_send_ops"):
-        assert "dist.P2POp(dist.isend, send_tensor, peer_global_rank" in inspect.getsource(getattr(PipelineStage, name))
+        source = "".join(inspect.getsource(getattr(PipelineStage, name)).split())  # releases break lines differently
+        assert "dist.P2POp(dist.isend,send_tensor,peer_global_rank" in source
