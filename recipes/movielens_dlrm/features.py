@@ -85,15 +85,15 @@ def count_past(groups: np.ndarray, times: np.ndarray, likes: np.ndarray) -> Past
 
 
 def latest_items(
-    users: np.ndarray, item_ids: np.ndarray, indices: np.ndarray, num_earlier: np.ndarray, length: int
+    users: np.ndarray, item_ids: np.ndarray, eligible: np.ndarray, num_earlier: np.ndarray, length: int
 ) -> Bags:
     """Return, for each event, the ids of the last `length` chosen items of its user before it.
 
-    users, item_ids: (num_events,), in order of time. chosen: (num_events,), 1 for the events to pick from (the
-    likes, say). before: (num_events,), how many chosen events of the user have a strictly earlier time; it keeps
+    users, item_ids: (num_events,), in order of time. eligible: (num_events,), 1 for the events to pick from (the
+    likes, say). num_earlier: (num_events,), how many chosen events of the user have a strictly earlier time; it keeps
     out what happened at the same time.
     """
-    picked = np.flatnonzero(indices)
+    picked = np.flatnonzero(eligible)
     picked = picked[np.argsort(users[picked], kind="stable")]
     first_of_user = np.searchsorted(users[picked], users)
     lengths = np.minimum(num_earlier, length)
