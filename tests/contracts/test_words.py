@@ -106,7 +106,6 @@ MAX_SHARE = {"lightning_distrec": 0.003, "recipes": 0.003, "tests": 0.01}
 """Folder -> the share of function words among the names that it binds, at most."""
 
 EXCEPTIONS = {
-    ("lightning_distrec/checkpoint/tools/torch_file.py", "tell"): "a method of Python's files",
     ("lightning_distrec/checkpoint/tools/describe.py", r"\bcuts?\b"): "a key in markers on disk",
 }
 """File and key of a table -> why the word stays there."""

@@ -11,15 +11,15 @@ import struct
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
 from lightning_distrec.atomic_files import fsync
 from lightning_distrec.checkpoint.contents import read_contents
-from lightning_distrec.checkpoint.lazy_tensors import as_lazy, collect_tensors, read_blocks
+from lightning_distrec.checkpoint.lazy_tensors import as_lazy, collect_tensors
 from lightning_distrec.checkpoint.plain_state import plain_optimizer_state
-from lightning_distrec.checkpoint.tools.torch_file import block_bytes, write_torch_file
+from lightning_distrec.checkpoint.tools.torch_file import write_blocks, write_torch_file
 from lightning_distrec.chunks import LazyTensor, num_bytes
 from lightning_distrec.errors import CheckpointError
 
@@ -56,13 +56,7 @@ def write_safetensors(path: Path, state: Mapping[str, Any], on_progress: Callabl
     with open(path, "wb") as file:
         file.write(_header({name: tensors[name] for name in names}))
         for name in names:
-            _write_bytes(file, tensors[name], on_progress)
-
-
-def _write_bytes(file: IO[bytes], lazy: LazyTensor, on_progress: Callable[[int], None]) -> None:
-    """Write a tensor. A function of its own, so that no block of it is held while the next tensor is read."""
-    for block in read_blocks(lazy):
-        on_progress(file.write(block_bytes(block)))
+            write_blocks(file, tensors[name], on_progress)
 
 
 def _exportable(name: str, value: Any) -> LazyTensor:

@@ -250,15 +250,15 @@ def test_the_package_runs_as_a_module() -> None:
 def test_an_export_that_gets_sigterm_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning_distrec.checkpoint.tools import torch_file
 
-    as_bytes = torch_file.block_bytes
+    write = torch_file.write_blocks
 
-    def ask_to_end(piece: torch.Tensor) -> memoryview:
+    def ask_to_end(*args: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
-        return as_bytes(piece)
+        write(*args)
 
     earlier_handler = signal.getsignal(signal.SIGTERM)
     _folder(str(tmp_path / "a.ckpt"))
-    monkeypatch.setattr(torch_file, "block_bytes", ask_to_end)
+    monkeypatch.setattr(torch_file, "write_blocks", ask_to_end)
     with pytest.raises(SystemExit) as exit_:
         main.main(["export", str(tmp_path / "a.ckpt"), str(tmp_path / "out.pt")])
     assert exit_.value.code == 128 + signal.SIGTERM
