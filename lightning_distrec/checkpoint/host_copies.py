@@ -5,9 +5,9 @@ two and keeps it for ever, so that pinned shards would take up to twice their si
 """
 
 import platform
+from collections import deque
 from collections.abc import Mapping
-from itertools import cycle
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ NUM_SLOTS = 4
 
 def copy_to_host(tensors: Mapping[str, ChunkedTensor]) -> dict[str, ChunkedTensor]:
     """Return copies on the host of this rank's chunks; copies from GPUs overlap with each other."""
-    ring = Ring(CudaCopies())
+    ring = Ring()
 
     def copy(chunk: Chunk) -> Chunk:
         source = chunk.tensor.detach()
@@ -47,79 +47,47 @@ def copy_to_host(tensors: Mapping[str, ChunkedTensor]) -> dict[str, ChunkedTenso
     return copies
 
 
-class Copies(Protocol):
-    """Copies from a device."""
+class Ring:
+    """Slots of pinned memory that copies from a GPU go through: one is emptied on the host while others are filled."""
 
-    def memory(self, num_bytes: int) -> Tensor:
+    def __init__(self, num_slots: int = NUM_SLOTS, slot_bytes: int = SLOT_BYTES) -> None:
+        self._num_slots, self._slot_bytes = num_slots, slot_bytes
+        self._in_flight: deque[tuple[Any, Tensor, Tensor]] = deque()
+        """Of each copy on its way: what to wait for, its slot, and the place that it goes to."""
+
+    def new_slot(self, num_bytes: int) -> Tensor:
         """Return memory that the device can copy to while the host goes on."""
-
-    def start(self, source: Tensor, target: Tensor) -> Any:
-        """Start to copy bytes; return what `synchronize` of waits until they have arrived."""
-
-
-class CudaCopies:
-    """Copies from GPUs, on the stream of the step: what comes after them there may overwrite what was copied."""
-
-    def memory(self, num_bytes: int) -> Tensor:
-        """Return pinned memory."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def start(self, source: Tensor, target: Tensor) -> Any:
-        """Start to copy bytes."""
+        """Start to copy bytes; return what `synchronize` of waits until they have arrived."""
         target.copy_(source, non_blocking=True)
         # On the step's stream: kernels of the next step, which overwrite the source, wait in line behind the copy.
         return torch.cuda.current_stream(source.device).record_event()
-
-
-class Ring:
-    """Slots that copies go through, one after the other: while one is emptied on the host the others are filled."""
-
-    def __init__(self, copies: Copies, num_slots: int = NUM_SLOTS, slot_bytes: int = SLOT_BYTES) -> None:
-        self._copies = copies
-        self._slot_bytes = slot_bytes
-        self._slots = cycle([Slot() for _ in range(num_slots)])
-        self._num_slots = num_slots
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy a tensor, which has all arrived after `finish` only. target: on the host, contiguous."""
         if not source.numel():
             return
-        source, target = _bytes(source.contiguous()), _bytes(target)
+        source, target = (tensor.view(-1).view(torch.uint8) for tensor in (source.contiguous(), target))
         for block, place in zip(source.split(self._slot_bytes), target.split(self._slot_bytes), strict=True):
-            slot = next(self._slots)
-            # The slot's last copy must have arrived and left before it is filled again.
-            slot.empty()
-            # On first use: a rank with little to copy pins fewer slots.
-            if slot.memory is None:
-                slot.memory = self._copies.memory(self._slot_bytes)
-            filled = slot.memory[: block.numel()]
-            slot.filled = self._copies.start(block, filled), filled, place
+            # New ones on first use: a rank with little to copy pins fewer slots.
+            is_full = len(self._in_flight) == self._num_slots
+            slot = self._empty() if is_full else self.new_slot(self._slot_bytes)
+            self._in_flight.append((self.start(block, slot[: block.numel()]), slot, place))
 
     def finish(self) -> None:
         """Wait for what has not arrived yet."""
-        # Once around the ring, wherever it is; empty slots return at once.
-        for _ in range(self._num_slots):
-            next(self._slots).empty()
+        while self._in_flight:
+            self._empty()
 
-
-class Slot:
-    """Memory for a copy at a time."""
-
-    memory: Tensor | None = None
-    filled: tuple[Any, Tensor, Tensor] | None = None
-    """The copy that is in it or on its way, where, and the place that it goes to."""
-
-    def empty(self) -> None:
-        """Wait for the copy, and take it to its place."""
-        if self.filled is not None:
-            arrival, filled, place = self.filled
-            arrival.synchronize()
-            place.copy_(filled)
-            self.filled = None
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
+    def _empty(self) -> Tensor:
+        """Wait for the oldest copy, take it to its place, and return its slot."""
+        arrival, slot, place = self._in_flight.popleft()
+        # The slot's last copy must have arrived and left before it is filled again.
+        arrival.synchronize()
+        place.copy_(slot[: place.numel()])
+        return slot
 
 
 def gather_full(state: Any, ranks: Ranks, *, everywhere: bool = False, group: Any = None) -> Any:

@@ -1,7 +1,7 @@
 """Copies of shards to the host by way of a ring of pinned slots."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -14,15 +14,15 @@ from tests.support.emulated_streams import emulated_streams
 SLOT = 64
 
 
-@dataclass
-class LateCopies:
+class LateRing(Ring):
     """In the place of a GPU: a copy happens when it is waited for, as late as it may, and then over what is there."""
 
-    slots: list[Tensor] = field(default_factory=list)
-    started: int = 0
-    arrived: int = 0
+    def __init__(self) -> None:
+        super().__init__(num_slots=3, slot_bytes=SLOT)
+        self.slots: list[Tensor] = []
+        self.started = self.arrived = 0
 
-    def memory(self, num_bytes: int) -> Tensor:
+    def new_slot(self, num_bytes: int) -> Tensor:
         self.slots.append(torch.zeros(num_bytes, dtype=torch.uint8))
         return self.slots[-1]
 
@@ -36,12 +36,12 @@ class LateCopies:
 class Late:
     """A copy that has not happened yet."""
 
-    copies: LateCopies
+    ring: LateRing
     copy: Callable[[], object]
 
     def synchronize(self) -> None:
         self.copy()
-        self.copies.arrived += 1
+        self.ring.arrived += 1
 
 
 def tensors() -> list[Tensor]:
@@ -62,25 +62,23 @@ def tensors() -> list[Tensor]:
 
 
 def test_bytes_are_exact_for_uneven_sizes_and_slots_are_used_again() -> None:
-    copies = LateCopies()
-    ring = Ring(copies, num_slots=3, slot_bytes=SLOT)
+    ring = LateRing()
     sources = tensors()
     places = [torch.empty(source.shape, dtype=source.dtype) for source in sources]
     for source, place in zip(sources, places, strict=True):
         ring.copy(source, place)
     ring.finish()
-    assert copies.arrived == copies.started > 10
-    assert [slot.numel() for slot in copies.slots] == [SLOT] * 3
+    assert ring.arrived == ring.started > 10
+    assert [slot.numel() for slot in ring.slots] == [SLOT] * 3
     for source, place in zip(sources, places, strict=True):
         assert torch.equal(source, place)
 
 
 def test_a_ring_that_nothing_goes_through_has_no_memory() -> None:
-    copies = LateCopies()
-    ring = Ring(copies, num_slots=3, slot_bytes=SLOT)
+    ring = LateRing()
     ring.copy(torch.empty(0, 4), torch.empty(0, 4))
     ring.finish()
-    assert copies.slots == []
+    assert ring.slots == []
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
