@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.units import parse_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,30 +33,14 @@ class IncrementalOptions:
             )
 
 
-def as_incremental(options: object) -> IncrementalOptions | None:
-    """Return the options, from a dict of them too. Raises ConfigError: they are something else."""
-    if options is None or isinstance(options, IncrementalOptions):
-        return options
-    try:
-        return IncrementalOptions(**options)  # type: ignore[arg-type]
-    except TypeError as error:
-        raise ConfigError(
-            f"checkpoint: incremental={options!r}: {error}. Give it every and full_every, both in steps: "
-            "{'every': 200, 'full_every': 2000}."
-        ) from None
-
-
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
     """How to write checkpoints, and how to load those of a module that has changed since."""
 
     distributed: bool | None = None
     """True: write a folder, to which each rank writes its own shards. False: gather full tensors on rank 0, which
-    writes one file as Lightning does. None: a folder where tensors are sharded and not small, see `single_file_below`;
-    otherwise one file."""
-
-    single_file_below: str | int = "2GiB"
-    """Size of all tensors below which a checkpoint with sharded tensors is one file; 0 writes folders only."""
+    writes one file as Lightning does. None: a folder where tensors are sharded and take 2 GiB or more; otherwise
+    one file."""
 
     async_save: bool = False
     """Train on while a copy of the tables on the host is written; at most one checkpoint at a time."""
@@ -80,23 +63,23 @@ class CheckpointOptions:
     """Save the rows that have changed every few steps, besides what ModelCheckpoint saves; None: do not."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "incremental", as_incremental(self.incremental))
+        if self.incremental is not None and not isinstance(self.incremental, IncrementalOptions):
+            try:
+                object.__setattr__(self, "incremental", IncrementalOptions(**self.incremental))
+            except TypeError as error:
+                raise ConfigError(
+                    f"checkpoint: incremental={self.incremental!r}: {error}. Give it every and full_every, both in "
+                    "steps: {'every': 200, 'full_every': 2000}."
+                ) from None
         if self.incremental is not None and self.distributed is False:
             raise ConfigError(
                 "checkpoint: incremental and distributed=False: differences are folders, to which each rank writes. "
                 "Leave distributed out."
             )
-        self.single_file_bytes  # noqa: B018  an invalid size is an error at once
         if not isinstance(self.rename, dict):
             raise ConfigError(
                 f"checkpoint: rename={self.rename!r} must map names in the checkpoint to names in the module."
             )
-
-    @property
-    def single_file_bytes(self) -> int:
-        """`single_file_below` as a number of bytes."""
-        size = self.single_file_below
-        return 0 if size in (0, "0") else parse_bytes(str(size), f"checkpoint: single_file_below={size!r}")
 
     def renamed(self, name: str) -> str:
         """Return the name in the module of what is called `name` in the checkpoint."""

@@ -4,7 +4,6 @@ It is read by handles of tensors that have the base's rows and, over them, those
 """
 
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing_extensions import override
 
 from lightning_distrec.checkpoint.lazy_tensors import as_lazy, collect_tensors
 from lightning_distrec.checkpoint.load import CheckpointFolder, Loaded, Origin
-from lightning_distrec.checkpoint.packed_rows import dequantized, packed_width
 from lightning_distrec.checkpoint.plain_state import map_nested
 from lightning_distrec.checkpoint.storage import StoredTensors, matches_checksums
 from lightning_distrec.chunks import Box, Chunk, LazyTensor, narrowed, overlap, row_ranges
@@ -40,7 +38,7 @@ class Mark:
     changed: dict[str, int]
     """Full name of a table -> rows that the difference has of it; the other tables are in it in full."""
     row_bits: int = 32
-    """Bits a number of the rows of float32 tables; differences of early versions may have 8, which is not exact."""
+    """Bits a number of the rows; early versions wrote 8 as well, which was not exact."""
 
     @property
     def is_difference(self) -> bool:
@@ -60,10 +58,10 @@ def read_mark(path: Path, marker: Mapping[str, Any] | None) -> Mark | None:
         # A marker is text that anyone may edit: its base must not lead out of the folder of the difference.
         if os.path.basename(mark.base_name) != mark.base_name or not isinstance(mark.changed, dict):
             raise TypeError(f"a base {mark.base_name!r}")
-        if mark.row_bits not in (8, 32):
-            raise TypeError(f"{mark.row_bits!r} bits")
     except TypeError as error:
         raise CheckpointError(f"{path} is damaged: its marker says {fields!r} of its base ({error}).") from None
+    if mark.row_bits != 32:
+        raise CheckpointError(f"{path} has its rows in {mark.row_bits!r} bits a number. Use the full checkpoint.")
     return mark
 
 
@@ -139,23 +137,6 @@ def _put_rows(target: Tensor, box: Box, shard: ShardRows) -> None:
         target[places.to(target.device)] = values.to(target.device, target.dtype)
 
 
-class UnpackedRows(LazyTensor):
-    """Rows of 8 bits, unpacked while they are read. packed: (num_rows, dim + 8) uint8."""
-
-    def __init__(self, packed: LazyTensor, dtype: torch.dtype) -> None:
-        self._packed, self.dtype = packed, dtype
-        # A packed row of no numbers is its scale and offset alone.
-        self.shape = (packed.shape[0], packed.shape[1] - packed_width(0, 8))
-
-    @override
-    def read_into(self, chunks: Sequence[Chunk]) -> None:
-        """Read and unpack the rows of `chunks`, which are full rows."""
-        for chunk in chunks:
-            packed = torch.empty((len(chunk.tensor), self._packed.shape[1]), dtype=torch.uint8)
-            self._packed.read_into([Chunk((chunk.offsets[0], 0), packed)])
-            chunk.tensor.copy_(dequantized(packed, self.shape[1], 8))
-
-
 class Difference:
     """A folder with the changed rows of tables, to be laid over the full checkpoint next to it that its mark names."""
 
@@ -169,12 +150,6 @@ class Difference:
         for name, record in StoredTensors(path).records(rank, num_ranks):
             if not matches_checksums(record):
                 raise CheckpointError(f"{path} is damaged: {name} does not match its checksum.")
-        if self._mark.row_bits != 32 and rank == 0:
-            warnings.warn(
-                f"{path} has its changed rows in {self._mark.row_bits} bits a number, as an earlier version could "
-                "write them: what resumes from it is near the run that never stopped, and not equal to it.",
-                stacklevel=2,
-            )
         return self._lay_over_base(loaded, pickles)
 
     def contents(self, pickles: bool = False) -> Loaded:
@@ -224,7 +199,7 @@ class Difference:
                 base_tensor = base_tensors.get(place)
                 if base_tensor is None or tuple(base_tensor.shape) != tuple(item["shape"]):
                     raise CheckpointError(f"{path} is a difference of '{place}', which its base {base.path} has not.")
-                shards = [_shard_rows(shard, ids, read_ids, base_tensor.dtype) for shard in item[CHANGED]]
+                shards = [_shard_rows(shard, ids, read_ids) for shard in item[CHANGED]]
                 return PatchedTensor(base_tensor, shards)
 
             checkpoint: dict[str, Any] = patch(loaded.checkpoint, "")
@@ -233,16 +208,9 @@ class Difference:
         return replace(loaded, checkpoint=checkpoint)
 
 
-def _shard_rows(
-    shard: Mapping[str, Any], ids: Mapping[str, Any], read_ids: dict[str, RowIds], dtype: torch.dtype
-) -> ShardRows:
+def _shard_rows(shard: Mapping[str, Any], ids: Mapping[str, Any], read_ids: dict[str, RowIds]) -> ShardRows:
     offsets, sizes, name = tuple(shard["offsets"]), tuple(shard["sizes"]), shard["ids"]
     rows, numbers = as_lazy(shard["rows"]), ids[name]
-    # Only early versions wrote rows of 8 bits: see Mark.row_bits.
-    if rows is not None and shard.get("bits", 32) == 8:
-        if rows.dtype != torch.uint8 or len(rows.shape) != 2:
-            raise ValueError(f"packed rows of {offsets}")
-        rows = UnpackedRows(rows, dtype)
     if rows is None or tuple(rows.shape) != (*numbers.shape, *sizes[1:]) or len(offsets) != len(sizes):
         raise ValueError(f"rows of {offsets}")
     if name not in read_ids:

@@ -35,6 +35,8 @@ from lightning_distrec.chunks import ChunkedTensor
 from lightning_distrec.errors import CheckpointError
 from lightning_distrec.ranks import Ranks
 
+SINGLE_FILE_BYTES = 2 * 2**30
+"""A checkpoint with sharded tensors is one file if all of its tensors take less, unless the options choose a form."""
 EXTRA = "lightning_distrec"
 """Key of what a file holds besides what Lightning writes: "format", "num_ranks", "versions", "plan", "files" (name ->
 content), "optimizers" (class and parameters' names of each) and "rank_states", one for each rank."""
@@ -58,7 +60,7 @@ def fits_in_one_file(checkpoint: Mapping[str, Any], options: CheckpointOptions, 
         return value
 
     count(checkpoint, "")
-    is_small = plain + sharded < options.single_file_bytes and sharded < free_host_bytes()
+    is_small = plain + sharded < SINGLE_FILE_BYTES and sharded < free_host_bytes()
     # Without sharded tensors rank 0 has all of it already, whatever the size: nothing is gathered.
     # Free memory differs between hosts; rank 0's counts, because it is where tensors are gathered.
     fits: list[bool] = ranks.all_gather(not sharded or is_small)

@@ -126,7 +126,7 @@ BREAKAGES = (
     # ---- serving
     Breakage(
         "nibbles",
-        "lightning_distrec/checkpoint/packed_rows.py",
+        "lightning_distrec/serving/tables.py",
         r"numbers & 15, numbers >> 4",
         "numbers >> 4, numbers & 15",
         "Rows of 4 bits are read with neighbouring numbers swapped.",

@@ -65,8 +65,6 @@ class Description:
     """Of a difference: the full checkpoint next to it that it needs."""
     changed_rows: dict[str, int] = dataclasses.field(default_factory=dict)
     """Of a difference: full name of a table -> rows that it has of it; other tables are in it in full."""
-    row_bits: int = 32
-    """Of a difference: bits a number of those rows; 32 where they are exact."""
     plan: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Name of a table -> its sharding type, kernel and ranks."""
     plan_file: bool = False
@@ -111,7 +109,6 @@ def _describe_contents(path: Path, contents: Loaded, bytes_on_disk: int) -> Desc
         lightning=checkpoint.get("pytorch-lightning_version"),
         base=(mark.base_name or None) if mark else None,
         changed_rows=mark.changed if mark else {},
-        row_bits=mark.row_bits if mark else 32,
         plan=plan,
         plan_file=PLAN_FILE in marker.get("files", {}),
         tensors=sorted(tensors, key=lambda tensor: (tensor.sharding_type is None, -tensor.num_bytes, tensor.name)),
@@ -179,8 +176,7 @@ def print_description(description: Description, console: Console, show_all: bool
             console.print(f"{name:<11}{value}", soft_wrap=True)
     if description.base is not None:
         rows = ", ".join(f"{name} {count:,}" for name, count in description.changed_rows.items()) or "none"
-        packed = f", {description.row_bits} bits a number" if description.row_bits != 32 else ""
-        console.print(f"difference to {description.base}, which it needs; changed rows{packed}: {rows}", soft_wrap=True)
+        console.print(f"difference to {description.base}, which it needs; changed rows: {rows}", soft_wrap=True)
     listed = description.tensors if show_all else description.tensors[:NUM_LISTED]
     console.print(_table(listed, with_plan=any(tensor.sharding_type for tensor in listed)))
     if unlisted := description.tensors[len(listed) :]:

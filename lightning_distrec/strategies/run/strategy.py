@@ -51,8 +51,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
     Args:
         uneven_inputs: what to do where ranks have unequal numbers of batches: "stop" after the last that all ranks
             have, or raise an "error".
-        checkpoint: distributed, single_file_below, async_save, pickles, start_from, rename, grow_tables: see
-            CheckpointOptions.
+        checkpoint: distributed, async_save, pickles, start_from, rename, grow_tables: see CheckpointOptions.
         stopping: auto_requeue, requeue_signal, on_sigterm, resume, run_name: see StopOptions.
         process_group_backend: "gloo" or "nccl"; None: the device's default.
         float32_matmul_precision: "high" computes float32 products of dense layers in TF32, "medium" in bfloat16, where

@@ -15,12 +15,8 @@ import torch
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_distrec.checkpoint.atomic_folder import MARKER
-from lightning_distrec.checkpoint.contents import read_full, verify
-from lightning_distrec.checkpoint.difference import CHANGED, Mark, _shard_rows
-from lightning_distrec.checkpoint.lazy_tensors import MappedTensor, stored_tensor
-from lightning_distrec.checkpoint.packed_rows import quantized
-from lightning_distrec.checkpoint.plain_state import read_plain, to_bytes
-from lightning_distrec.checkpoint.save import STATE_FILE
+from lightning_distrec.checkpoint.contents import open_checkpoint, read_full, verify
+from lightning_distrec.checkpoint.difference import Mark
 from lightning_distrec.checkpoint.storage import StoredTensors
 from lightning_distrec.checkpoint.tools.describe import describe
 from lightning_distrec.checkpoint.tools.merge import merge
@@ -79,50 +75,16 @@ def test_a_difference_over_its_base_is_the_full_checkpoint_bit_by_bit(
     assert row_tables["written"] == [ALL - {"ebc.narrow"}]
 
 
-def test_a_difference_of_an_earlier_version_with_rows_of_8_bits_is_read_and_said_to_be_inexact(
-    quick: tuple[Path, dict[str, list[set[str]]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_difference_of_an_earlier_version_with_rows_of_8_bits_is_refused(
+    quick: tuple[Path, dict[str, list[set[str]]]], tmp_path: Path
 ) -> None:
-    exact = quick[0] / "by columns" / "series" / "step=4-difference.ckpt"
-    shutil.copytree(exact.parent, tmp_path / "series")
-    packed = tmp_path / "series" / exact.name
-    _pack_rows(packed)
-    actual, expected = runs.tensors_in(packed), runs.tensors_in(exact)
-    inexact = {place for place in expected if not torch.equal(actual[place], expected[place])}
-    assert inexact == {f"weights/ebc.embedding_bags.{name}.weight" for name in TABLES}
-    for place in inexact:
-        steps = (expected[place].amax(1) - expected[place].amin(1)) / 255  # scales of column shards are finer
-        assert bool(((actual[place] - expected[place]).abs().amax(1) <= 0.51 * steps).all())
-    capsys.readouterr()
-    assert main(["checkpoint", "inspect", str(packed)]) == 0
-    assert "changed rows, 8 bits a number: ebc." in capsys.readouterr().out
-    with pytest.warns(UserWarning, match="has its changed rows in 8 bits a number"):
-        load(packed, 0, 1)
-    assert main(["checkpoint", "merge", str(packed), str(tmp_path / "merged.ckpt")]) == 0
-    merged = runs.tensors_in(tmp_path / "merged.ckpt")
-    assert all(torch.equal(merged[place], actual[place]) for place in actual)
-
-
-def _pack_rows(difference: Path) -> None:
-    """Rewrite a difference's rows of weights as `row_bits: 8` once wrote them."""
-    state = read_plain(difference / STATE_FILE)
-    stored = StoredTensors(difference)
-    for weight in state["state_dict"].values():
-        for shard in weight.get(CHANGED, []) if isinstance(weight, dict) else []:
-            rows = stored_tensor(shard["rows"], difference, stored).read()
-            shard |= {"rows": quantized(rows, 8), "bits": 8}
-    (difference / STATE_FILE).write_bytes(to_bytes(state))
+    shutil.copytree(quick[0] / "by columns" / "series", tmp_path / "series")
+    difference = tmp_path / "series" / "step=4-difference.ckpt"
     marker = json.loads((difference / MARKER).read_text())
-    marker["files"][STATE_FILE] = (difference / STATE_FILE).stat().st_size
     marker["incremental"]["row_bits"] = 8
     (difference / MARKER).write_text(json.dumps(marker))
-
-
-@pytest.mark.parametrize("packed", [torch.zeros(2, 12), torch.zeros(2, dtype=torch.uint8)], ids=["floats", "flat"])
-def test_packed_rows_that_are_not_as_they_were_written_are_refused(packed: torch.Tensor) -> None:
-    ids = {"t": MappedTensor(torch.tensor([0, 1]))}
-    shard = {"offsets": (0, 0), "sizes": (2, 4), "ids": "t", "rows": MappedTensor(packed), "bits": 8}
-    with pytest.raises(ValueError, match="packed rows of"):
-        _shard_rows(shard, ids, {}, torch.float32)
+    with pytest.raises(CheckpointError, match="has its rows in 8 bits a number. Use the full checkpoint."):
+        open_checkpoint(difference)
 
 
 def test_a_difference_says_what_it_needs_and_is_no_checkpoint_without_it(

@@ -4,6 +4,7 @@ import os
 import resource
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
@@ -99,7 +100,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     folder = tmp_path_factory.mktemp("saved")
     (folder / "folders").mkdir()
     calls: dict[str, tuple[Any, ...]] = {kind: (_save, str(folder), kind) for kind in KINDS}
-    calls["folder"] = (_save, str(folder / "folders"), "torchrec", {"single_file_below": 0})
+    calls["folder"] = (_save, str(folder / "folders"), "torchrec", {"distributed": True})
     return folder, run_each_on_ranks(calls, 2)
 
 
@@ -147,21 +148,23 @@ def _forms(folder: str) -> dict[str, Any]:
     path, actual = Path(folder) / "it.ckpt", {}
     options: dict[str, dict[str, Any]] = {
         "small": {},
-        "large": {"single_file_below": "10kB"},
-        "one file": {"distributed": False, "single_file_below": 0},
+        "large": {},
+        "one file": {"distributed": False},
         "folder": {"distributed": True},
         "small again": {"async_save": True},
     }
     for name, inputs in options.items():
         trainer = _trainer("torchrec", inputs)
         trainer.fit(_model(), _batches())
-        trainer.save_checkpoint(path)
+        with patch.object(single_file, "SINGLE_FILE_BYTES", 10_000 if name == "large" else 2**30):
+            trainer.save_checkpoint(path)
         wait_for_checkpoint(path)  # rank 0 of the asynchronous one may still be writing
         trainer.strategy.barrier()
         actual[name] = (path.is_dir(), sorted(os.listdir(folder)))
-    trainer = _trainer("ddp", {"single_file_below": 0})
+    trainer = _trainer("ddp", {})
     trainer.fit(_model(), _batches())
-    trainer.save_checkpoint(path)
+    with patch.object(single_file, "SINGLE_FILE_BYTES", 0):
+        trainer.save_checkpoint(path)
     actual["nothing is sharded"] = (path.is_dir(), sorted(os.listdir(folder)))
     trainer.strategy.barrier()  # rank 0 removes it, once all have looked
     trainer.strategy.remove_checkpoint(path)

@@ -43,7 +43,7 @@ def _fit_and_save(folder: str, strategy: Any) -> list[float]:
 def _fit_in_both_formats(folder: str) -> list[float]:
     """Losses of a run in stages, which saves a folder and one file."""
     _fit_and_save(f"{folder}/file", PipelineParallelStrategy(checkpoint={"distributed": False}))
-    checkpoint = {"single_file_below": 0, "async_save": True}
+    checkpoint = {"distributed": True, "async_save": True}
     return _fit_and_save(f"{folder}/folder", PipelineParallelStrategy(checkpoint=checkpoint))
 
 

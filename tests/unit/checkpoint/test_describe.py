@@ -79,7 +79,6 @@ def test_a_folder_is_described_by_its_tables_tensors_optimizers_and_writer(tmp_p
         "problem": None,
         "base": None,
         "changed_rows": {},
-        "row_bits": 32,
         "step": 30,
         "epoch": 2,
         "num_ranks": 3,

@@ -25,12 +25,11 @@ from torchrec import (
 )
 
 from lightning_distrec.checkpoint.lazy_tensors import MappedTensor
-from lightning_distrec.checkpoint.packed_rows import dequantized, quantized
 from lightning_distrec.cli.main import main
 from lightning_distrec.errors import CheckpointError, ConfigError
 from lightning_distrec.serving.artifact import export_for_serving
 from lightning_distrec.serving.program import tensors_of, with_tensors
-from lightning_distrec.serving.tables import QuantizedTensor
+from lightning_distrec.serving.tables import QuantizedTensor, dequantized, quantized
 from tests.support.environments import environment
 
 ABSENT = ["lightning_distrec", "lightning", "torchrec", "fbgemm_gpu"]
