@@ -22,12 +22,8 @@ from tests.benchmarks.plan_quality_turns import Job, Measured, take_turns
 
 def on_limited_link(job: Job, mbit_per_second: int, timeout_seconds: float) -> Measured:
     """Run a job on two machines that are joined by a link of this rate in each direction; raises as `run_on_link`."""
-
-    def variables(_: int, folder: str) -> dict[str, str]:
-        return {"XDG_CACHE_HOME": folder}  # measurements of this link are remembered for it alone
-
     result: Measured = run_on_link(
-        "tests.benchmarks.plan_quality_link", job, mbit_per_second, timeout_seconds, variables
+        "tests.benchmarks.plan_quality_link", job, mbit_per_second, timeout_seconds, lambda _, folder: {}
     )
     return result
 

@@ -18,7 +18,12 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_distrec import TorchRecShardedStrategy
 from lightning_distrec.cluster.consensus import job_consensus
-from lightning_distrec.sharding.planning.bandwidths import AssumedBandwidths, bandwidth_request, measured_bandwidths
+from lightning_distrec.sharding.planning.bandwidths import (
+    NAMES,
+    AssumedBandwidths,
+    bandwidth_request,
+    measured_bandwidths,
+)
 from lightning_distrec.sharding.planning.plan_file import PLAN_FILE, load_plan, save_plan
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.sharding_groups import NodeLayout
@@ -89,8 +94,10 @@ def take_turns(job: Job, folder: Path) -> Measured:
 
 def _take_turns(job: Job, folder: Path) -> Measured:
     bandwidths = _measured(job.places)
+    # The same for fits and planners: a second measurement would give other numbers.
+    as_argument = {name: getattr(bandwidths, name).bytes_per_second for name in NAMES}
     selection = {
-        OURS: _chosen(job, folder / "measured", {"bandwidths": "measure"}),
+        OURS: _chosen(job, folder / "measured", {"bandwidths": as_argument}),
         OURS_DEFAULT: _chosen(job, folder / "default", {}),
     }
     space = Space(job.places)
@@ -124,7 +131,7 @@ def _file(folder: Path, name: str) -> Path:
 
 
 def _measured(places: NodeLayout) -> AssumedBandwidths:
-    """Collective. Return what a fit with bandwidths="measure" then finds remembered."""
+    """Collective. Return what a fit with bandwidths="measure" would plan with."""
     ranks = job_consensus(60.0).general
     request = bandwidth_request("measure", {})
     return request.with_measured(measured_bandwidths(request.to_measure, places, torch.device("cpu"), ranks))

@@ -10,7 +10,6 @@ import argparse
 import os
 import statistics
 import sys
-import tempfile
 from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
@@ -189,9 +188,8 @@ def timed_without_tables(fit: Fit) -> list[float]:
     return TURN.times(clock.ticks)
 
 
-def take_turns(rounds: int, folder: str) -> list[Timed]:
+def take_turns(rounds: int) -> list[Timed]:
     """Collective. Run all fits, round by round."""
-    os.environ["XDG_CACHE_HOME"] = folder  # bandwidths are measured once, and forgotten
     actual = []
     for number in range(rounds):
         for i, fit in enumerate(FITS):
@@ -262,8 +260,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help=f"put the section into {PAGE.name}")
     options = parser.parse_args()
     load = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory() as folder:
-        actual: list[Timed] = run_on_ranks(take_turns, 2, options.rounds, folder, timeout_seconds=900)[0]
+    actual: list[Timed] = run_on_ranks(take_turns, 2, options.rounds, timeout_seconds=900)[0]
     text = section(actual, f"on {date.today()} at a load of {load:.1f}")
     print(text)
     if options.write:

@@ -1,24 +1,15 @@
-"""The bandwidths that the planner assumes: configured, measured and remembered, or torchrec's defaults."""
+"""The bandwidths that the planner assumes: configured, measured, or torchrec's defaults."""
 
-import hashlib
-import json
-import math
-import os
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from datetime import datetime
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torchrec.distributed.planner import constants
 
-from lightning_distrec.atomic_files import replace_file
 from lightning_distrec.errors import ConfigError, did_you_mean
 from lightning_distrec.ranks import Ranks
 from lightning_distrec.sharding.sharding_groups import NodeLayout
@@ -46,8 +37,6 @@ REPEATS = 5
 BUDGET_SECONDS = 0.8
 """For the repeats of one bandwidth; a slow link gets fewer of them."""
 COPIED_BYTES = 64 * 2**20
-MAX_AGE_SECONDS = 30 * 24 * 60 * 60
-"""Older measurements are made again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,26 +169,14 @@ def measured_bandwidths(
 ) -> dict[str, Bandwidth]:
     """Collective. Return those of `names` that these ranks have: equal on all, of the slowest rank.
 
-    names: of `Bandwidths`. Those measured within 30 days are not measured again.
     Left out: cross_node on one node, intra_node where no node has two ranks, a GPU's memory on CPU.
     """
     # The layout and the kind of device are equal on all ranks, so that all of them return here or none:
     # what follows is collective.
     names = [name for name in names if name in _measurable(layout, device)]
-    if not names:
-        return {}
-    cluster = _describe_cluster(layout, device, ranks)
-    # Ranks may read different files, and a measurement needs all ranks: what rank 0 remembers decides for all.
-    remembered: dict[str, Bandwidth] = ranks.all_gather({} if ranks.rank else _remembered(cluster))[0]
-    measured = {
-        name: remembered.get(name)
-        or Bandwidth(bytes_per_second=_measure(name, layout, device, ranks), origin="measured")
-        for name in names
+    return {
+        name: Bandwidth(bytes_per_second=_measure(name, layout, device, ranks), origin="measured") for name in names
     }
-    # The file's time is that of the measurement: written again without a new one, it would never get too old.
-    if ranks.rank == 0 and not remembered.keys() >= measured.keys():
-        _remember(cluster, remembered | measured)
-    return measured
 
 
 def _measurable(layout: NodeLayout, device: torch.device) -> set[str]:
@@ -296,49 +273,3 @@ def _measure_copies(name: str, device: torch.device) -> tuple[float, int]:
 def _wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _describe_cluster(layout: NodeLayout, device: torch.device, ranks: Ranks) -> str:
-    """Collective. Return what identifies this cluster: its hosts, ranks, devices and backend."""
-    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    gathered = ranks.all_gather((socket.gethostname(), kind, torch.get_num_threads()))
-    hosts = sorted({host for host, _, _ in gathered})
-    devices = [(kind, threads) for _, kind, threads in gathered]
-    # CPU copies use all threads, and another version or backend may be faster: each of these makes another cluster.
-    return json.dumps([hosts, layout.node_of_rank, devices, dist.get_backend(), torch.__version__])
-
-
-def _file(cluster: str) -> Path:
-    """Return where a cluster's measurements are remembered. Raises RuntimeError: this user has no home."""
-    folder = os.environ.get("XDG_CACHE_HOME", "")
-    cache = Path(folder) if os.path.isabs(folder) else Path.home() / ".cache"
-    # Names of a thousand hosts are too long for a file's name, so that it has their hash.
-    return cache / "lightning_distrec" / f"bandwidths-{hashlib.sha256(cluster.encode()).hexdigest()[:16]}.json"
-
-
-def _remembered(cluster: str) -> dict[str, Bandwidth]:
-    """Return what was measured of this cluster within 30 days; what cannot be read, or be true, is left out."""
-    try:
-        file = _file(cluster)
-        measured_at = file.stat().st_mtime
-        # A file from the future was written by a clock that has been set since: its age is unknown.
-        if not 0 <= time.time() - measured_at < MAX_AGE_SECONDS:
-            return {}
-        numbers = {name: float(number) for name, number in json.loads(file.read_text("utf-8")).items()}
-    except (OSError, RuntimeError, ValueError, TypeError, AttributeError):
-        return {}
-    origin = f"measured on {datetime.fromtimestamp(measured_at):%Y-%m-%d}"
-    return {
-        name: Bandwidth(bytes_per_second=number, origin=origin)
-        for name, number in numbers.items()
-        if math.isfinite(number) and number > 0
-    }
-
-
-def _remember(cluster: str, measured: Mapping[str, Bandwidth]) -> None:
-    numbers = {name: bandwidth.bytes_per_second for name, bandwidth in measured.items()}
-    try:
-        replace_file(_file(cluster), json.dumps(numbers).encode())
-    except (OSError, RuntimeError) as error:
-        # A home that cannot be written, as in many containers, is no reason to stop a training run.
-        rank_zero_warn(f"measured bandwidths are not remembered for the next run: {error}")

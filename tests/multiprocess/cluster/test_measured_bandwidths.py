@@ -1,4 +1,4 @@
-"""Bandwidths that ranks measure: near a plain timing, the same on all, remembered, and told in the start table."""
+"""Bandwidths that ranks measure: near a plain timing, the same on all, and told in the start table."""
 
 import contextlib
 import io
@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,16 +25,15 @@ PLAIN_BYTES = 64 * 2**20
 Said = dict[str, tuple[float, str]]
 
 
-def _meet(cache: Path) -> Consensus:
-    os.environ["XDG_CACHE_HOME"] = str(cache)
+def _meet() -> Consensus:
     if not dist.is_initialized():
         rank, num_ranks = rank_and_num_ranks()
         dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
     return job_consensus(60.0).general
 
 
-def _measure(cache: Path, nodes: tuple[int, ...]) -> Said:
-    ranks = _meet(cache)
+def _measure(nodes: tuple[int, ...]) -> Said:
+    ranks = _meet()
     bandwidths = measured_bandwidths(NAMES, NodeLayout.from_node_sizes(*nodes), CPU, ranks)
     return {name: (bandwidth.bytes_per_second, bandwidth.origin) for name, bandwidth in bandwidths.items()}
 
@@ -60,17 +58,17 @@ def _plain_copy() -> float:
     return 2 * source.numel() / (time.perf_counter() - began)
 
 
-def _beside_plain_timings(cache: Path) -> tuple[Said, list[float], list[float]]:
-    _meet(cache)
+def _beside_plain_timings() -> tuple[Said, list[float], list[float]]:
+    _meet()
     exchanges, copies = [_plain_exchange() for _ in range(3)], [_plain_copy() for _ in range(3)]
-    bandwidths = _measure(cache, (2,))
+    bandwidths = _measure((2,))
     return bandwidths, exchanges + [_plain_exchange() for _ in range(3)], copies + [_plain_copy() for _ in range(3)]
 
 
-def test_what_is_measured_is_near_plain_timings_and_the_same_on_all_ranks(tmp_path: Path) -> None:
+def test_what_is_measured_is_near_plain_timings_and_the_same_on_all_ranks() -> None:
     seen = []
-    for attempt in range(4):  # a machine that others use too is fast at one moment and slow at another
-        results = run_on_ranks(_beside_plain_timings, 2, tmp_path / str(attempt))
+    for _ in range(4):  # a machine that others use too is fast at one moment and slow at another
+        results = run_on_ranks(_beside_plain_timings, 2)
         bandwidths = results[0][0]
         assert bandwidths == results[1][0]
         assert set(bandwidths) == {"intra_node", "host_memory"}, "one node, and no GPU"
@@ -90,61 +88,15 @@ def test_what_is_measured_is_near_plain_timings_and_the_same_on_all_ranks(tmp_pa
         ((2, 1), {"intra_node", "cross_node", "host_memory"}),
     ],
 )
-def test_there_is_what_these_nodes_have(tmp_path: Path, nodes: tuple[int, ...], names: set[str]) -> None:
-    results = run_on_ranks(_measure, 3, tmp_path, nodes)
+def test_there_is_what_these_nodes_have(nodes: tuple[int, ...], names: set[str]) -> None:
+    results = run_on_ranks(_measure, 3, nodes)
     assert all(set(result) == names for result in results)
     assert results[0] == results[1] == results[2]
 
 
-def _measure_again_and_again(cache: Path) -> list[Said]:
-    folder = cache / "lightning_distrec"
-
-    def write(content: str, age_days: int = 0) -> None:
-        if rank_and_num_ranks()[0] == 0:
-            (file,) = folder.iterdir()
-            file.write_text(content)
-            written = time.time() - age_days * 24 * 3600
-            os.utime(file, (written, written))
-
-    first = _measure(cache, (2,))
-    write('{"intra_node": 12345.0, "host_memory": NaN}')
-    remembered = _measure(cache, (2,))
-    write('{"intra_node": 12345.0}', age_days=31)
-    old = _measure(cache, (2,))
-    write("{ no JSON")
-    return [first, remembered, old, _measure(cache, (2,)), _measure(cache, (1, 1))]
-
-
-def test_a_measurement_is_remembered_for_30_days_and_these_ranks(tmp_path: Path) -> None:
-    results = run_on_ranks(_measure_again_and_again, 2, tmp_path)
-    assert results[0] == results[1]
-    first, remembered, old, unreadable, elsewhere = results[0]
-    number, origin = remembered["intra_node"]
-    assert number == 12345.0
-    assert re.fullmatch(r"measured on \d{4}-\d\d-\d\d", origin)
-    assert remembered["host_memory"][1] == "measured"
-    for measured in (first, old, unreadable):
-        assert {origin for _, origin in measured.values()} == {"measured"}
-        assert measured["intra_node"][0] != 12345.0
-    assert elsewhere["cross_node"][1] == "measured"
-    assert len(list((tmp_path / "lightning_distrec").iterdir())) == 2, "no temporary file"
-
-
-def _measure_without_a_home(cache: Path) -> Said:
-    (cache / "lightning_distrec").mkdir(exist_ok=True)
-    blocked = cache / "file"
-    blocked.write_text("no folder")
-    return _measure(blocked, (2,))
-
-
-def test_where_nothing_can_be_remembered_it_is_measured_all_the_same(tmp_path: Path) -> None:
-    results = run_on_ranks(_measure_without_a_home, 2, tmp_path)
-    assert set(results[0]) == {"intra_node", "host_memory"}
-
-
-def _fit(planning: dict[str, Any], environment: dict[str, str], cache: Path) -> tuple[str, int]:
+def _fit(planning: dict[str, Any], environment: dict[str, str]) -> tuple[str, int]:
     """Return what was printed at the start or raised, and how many steps were taken."""
-    os.environ |= environment | {"XDG_CACHE_HOME": str(cache)}
+    os.environ |= environment
     out = io.StringIO()
     logger = logging.getLogger("lightning.pytorch")
     logger.addHandler(handler := logging.StreamHandler(out))
@@ -164,9 +116,9 @@ def _line(text: str) -> str:
     return " ".join(text.partition("Planned with:")[2].split())
 
 
-def test_the_start_table_shows_what_was_believed_and_why(tmp_path: Path) -> None:
+def test_the_start_table_shows_what_was_believed_and_why() -> None:
     planning = {"bandwidths": {"host_memory": "7GB/s"}, "reserve": "100MB"}
-    texts = run_on_ranks(_fit, 2, planning, {"INTRA_NODE_BANDWIDTH": "5000000000"}, tmp_path)
+    texts = run_on_ranks(_fit, 2, planning, {"INTRA_NODE_BANDWIDTH": "5000000000"})
     assert _line(texts[0][0]).startswith(
         "512 examples per rank (assumed), 953.7 MiB per rank (memory_bytes_per_rank), 95.4 MiB reserved (argument); "
         "host_memory 7.0 GB/s (argument), "
@@ -210,21 +162,21 @@ def test_a_value_that_is_wrong_on_one_rank_is_reported_on_all() -> None:
 
 
 @pytest.mark.slow
-def test_a_fit_measures_and_reports_it(tmp_path: Path) -> None:
-    (text, steps), _ = run_on_ranks(_fit, 2, {"bandwidths": "measure"}, {}, tmp_path)
+def test_a_fit_measures_and_reports_it() -> None:
+    (text, steps), _ = run_on_ranks(_fit, 2, {"bandwidths": "measure"}, {})
     assert steps == 1
     assert re.search(r"host_memory .* GB/s, intra_node .*B/s \(measured\)", _line(text))
 
 
-def test_a_variable_that_is_wrong_is_refused_on_every_rank(tmp_path: Path) -> None:
-    texts = run_on_ranks(_fit, 2, {}, {"STORAGE_RESERVE_PERCENT": "150"}, tmp_path)
+def test_a_variable_that_is_wrong_is_refused_on_every_rank() -> None:
+    texts = run_on_ranks(_fit, 2, {}, {"STORAGE_RESERVE_PERCENT": "150"})
     for text, _ in texts:
         assert text.startswith(ConfigError.__name__)
         assert "STORAGE_RESERVE_PERCENT='150': a number from 0 to below 100 is needed" in text
 
 
-def test_where_all_memory_is_reserved_every_rank_raises(tmp_path: Path) -> None:
-    texts = run_on_ranks(_fit, 2, {"reserve": "2GB"}, {}, tmp_path)
+def test_where_all_memory_is_reserved_every_rank_raises() -> None:
+    texts = run_on_ranks(_fit, 2, {"reserve": "2GB"}, {})
     for text, _ in texts:
         assert text.startswith("PlanError")
         assert "nothing is left for tables" in text

@@ -1,6 +1,5 @@
 """The benchmark of plans at tiny size: every plan gets its turns, and is the one that training follows."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ JOB = Job(NodeLayout.from_node_sizes(2), num_plans=9, rounds=1, turn=Turn(first=
 
 
 def measure(folder: str) -> Measured:
-    os.environ["XDG_CACHE_HOME"] = folder
     join_ranks()
     return take_turns(JOB, Path(folder))
 
