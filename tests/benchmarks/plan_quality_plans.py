@@ -13,7 +13,7 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 
 from lightning_distrec._compat.torchrec import silence_torchrec
 from lightning_distrec.sharding.planning.bandwidths import AssumedBandwidths, bandwidth_request
-from lightning_distrec.sharding.planning.constraints import TableConstraints, allowed_types, torchrec_constraints
+from lightning_distrec.sharding.planning.constraints import TableConstraints, allowed_types, torchrec_constraint
 from lightning_distrec.sharding.planning.planned_table import PlannedShard, PlannedTable, in_order
 from lightning_distrec.sharding.planning.planner import estimate_plan, make_plan
 from lightning_distrec.sharding.planning.sharding_options import EstimatedOption, estimated_options, without_duplicates
@@ -89,7 +89,7 @@ class Space:
         planner = EmbeddingShardingPlanner(
             topology=self.topology(bandwidths),
             batch_size=BATCH_SIZE,
-            constraints=torchrec_constraints(self.tables, self.constraints),
+            constraints={t.name: torchrec_constraint(t, self.constraints[t.full_name]) for t in self.tables},
             storage_reservation=FixedPercentageStorageReservation(0.0),
             stats=NoopEmbeddingStats(),
             debug=False,

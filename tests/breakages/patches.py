@@ -967,8 +967,8 @@ BREAKAGES = (
     Breakage(
         "dense-updates-free",
         "lightning_distrec/sharding/planning/costs.py",
-        r'if self\.kind == "dense":',
-        'if self.kind == "no":',
+        r'elif kind == "dense":',
+        'elif kind == "no":',
         "A plan takes the update of all rows by dense Adam for nothing, and gives its rank other tables too.",
         ("unit/sharding/test_update_costs.py",),
     ),

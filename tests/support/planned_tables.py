@@ -14,7 +14,7 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 
 from lightning_distrec._compat.torchrec import silence_torchrec
 from lightning_distrec.sharding.planning.bandwidths import bandwidth_request
-from lightning_distrec.sharding.planning.constraints import TableConstraints, allowed_types, torchrec_constraints
+from lightning_distrec.sharding.planning.constraints import TableConstraints, allowed_types, torchrec_constraint
 from lightning_distrec.sharding.planning.planner import estimate_plan
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.planning.table_options import TableOptions
@@ -105,7 +105,7 @@ def default_critical_path(inputs: TableSet) -> float:
     planner = EmbeddingShardingPlanner(
         topology=inputs.topology,
         batch_size=inputs.batch_size,
-        constraints=torchrec_constraints(inputs.tables, inputs.constraints),
+        constraints={t.name: torchrec_constraint(t, inputs.constraints[t.full_name]) for t in inputs.tables},
         storage_reservation=FixedPercentageStorageReservation(0.0),
         stats=NoopEmbeddingStats(),
         debug=False,

@@ -1,14 +1,14 @@
 """Checks that plans have memory, suit a run, and have shards that cover their tables as torchrec expects."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import numpy as np
 
-from lightning_distrec.errors import InfeasiblePlanError, PlanError
+from lightning_distrec.errors import InfeasiblePlanError, PlanError, did_you_mean
 from lightning_distrec.sharding.planning.constraints import TableConstraints, allowed_types
 from lightning_distrec.sharding.planning.planned_table import PlannedShard, PlannedTable
-from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan, size_differences
+from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.planning.topology import RankMemory, Reservation
 from lightning_distrec.sharding.sharders import COLUMN_TYPES, HOST_KERNELS, ONE_NODE_TYPES, ROW_TYPES
 from lightning_distrec.sharding.sharding_groups import NodeLayout
@@ -64,8 +64,7 @@ def plan_for_run(
     for table in tables:
         config = table.config
         sizes[table.full_name] = f"{config.num_embeddings:,} x {config.embedding_dim:,} {config.data_type.value}"
-    planned = {name: table.size for name, table in plan.tables.items()}
-    wrong += size_differences(planned, sizes, "the plan", "the module")
+    wrong += _size_differences({name: table.size for name, table in plan.tables.items()}, sizes)
     # Tables can be compared one by one only where the plan has the same tables, for the same number of ranks.
     if not wrong:
         plan = _unreplicated(plan, [name for name in frozen if "table_wise" in constraints[name].sharding_types])
@@ -83,6 +82,20 @@ def plan_for_run(
         )
     ordered = {table.full_name: plan.tables[table.full_name] for table in tables}
     return replace(plan, layout=layout, device=device, tables=ordered)
+
+
+def _size_differences(planned: Mapping[str, str], actual: Mapping[str, str]) -> list[str]:
+    """Return which tables are on one side only, with near matches on the other, and which differ in size."""
+    lines = []
+    for sizes, other_sizes, side in ((planned, actual, "the plan"), (actual, planned, "the module")):
+        # Near matches come from names that only the other side has: a table that both have was not renamed.
+        new = [name for name in other_sizes if name not in sizes]
+        for name in (name for name in sizes if name not in other_sizes):
+            lines.append(f"table '{name}' is in {side} only{did_you_mean(name, new).rstrip('.')}")
+    for name, size in planned.items():
+        if actual.get(name, size) != size:
+            lines.append(f"table '{name}' is {size} in the plan, {actual[name]} in the module")
+    return lines
 
 
 def _table_misfit(
@@ -147,59 +160,37 @@ def _unequal_widths(tables: list[Table], plan: ShardingPlan) -> list[str]:
     ]
 
 
-Strip = list[PlannedShard]
-"""The shards of some columns, by their first row."""
-
-
 def placement_error(table: PlannedTable, num_ranks: int, ranks_per_node: int) -> str:
     """Return why torchrec cannot hold a table in these shards; "" where it can."""
-    if table.sharding_type == "data_parallel":
-        return _replica_error(table, num_ranks)
-    strips = _strips(table.shards)
-    return (
-        _coverage_error(strips, table)
-        or _edge_error(strips, table.sharding_type)
-        or _alignment_error(strips)
-        or _rank_error(strips, table, num_ranks, ranks_per_node)
-    )
-
-
-def bounds_error(shard: PlannedShard, rows: int, dim: int, num_ranks: int) -> str:
-    """Return why a shard cannot be one of a table of this size; "" where it can."""
-    for axis, offset, size, end in zip(("row", "column"), shard.offsets, shard.sizes, (rows, dim), strict=True):
-        if offset + size > end:
-            return f"exceeds the table: {axis}s {offset} to {offset + size - 1}, and the last one is {end - 1}"
-    if shard.rank >= num_ranks:
-        return f"is on rank {shard.rank}, and the last one is {num_ranks - 1}"
-    return ""
-
-
-def _replica_error(table: PlannedTable, num_ranks: int) -> str:
-    # Its shards are those of the ranks, in order: each all of the table.
-    all_of_it = ((0, 0), (table.num_rows, table.dim))
-    if any((shard.offsets, shard.sizes) != all_of_it for shard in table.shards):
-        return "data_parallel: each rank holds all of the table, and a shard has only some of it"
-    if [shard.rank for shard in table.shards] != list(range(len(table.shards))) or len(table.shards) != num_ranks:
-        return f"data_parallel: each of {num_ranks} ranks must hold the table once"
-    return ""
-
-
-def _strips(shards: Sequence[PlannedShard]) -> list[Strip]:
-    strips: dict[tuple[int, int], Strip] = {}
-    for shard in sorted(shards, key=lambda shard: (shard.offsets[1], shard.sizes[1], shard.offsets[0])):
+    kind, rows, dim = table.sharding_type, table.num_rows, table.dim
+    if kind == "data_parallel":
+        if any((shard.offsets, shard.sizes) != ((0, 0), (rows, dim)) for shard in table.shards):
+            return "data_parallel: each rank holds all of the table, and a shard has only some of it"
+        once = [shard.rank for shard in table.shards] == list(range(num_ranks))
+        return "" if once else f"data_parallel: each of {num_ranks} ranks must hold the table once"
+    strips: dict[tuple[int, int], list[PlannedShard]] = {}
+    for shard in sorted(table.shards, key=lambda shard: (shard.offsets[1], shard.sizes[1], shard.offsets[0])):
         strips.setdefault((shard.offsets[1], shard.sizes[1]), []).append(shard)
-    return list(strips.values())
-
-
-def _coverage_error(strips: list[Strip], table: PlannedTable) -> str:
-    columns = [(strip[0].offsets[1], strip[0].sizes[1]) for strip in strips]
-    if reason := _gap_or_overlap(columns, table.dim, "columns", ""):
+    if reason := _gap_or_overlap(list(strips), dim, "columns", ""):
         return reason
-    for strip, (first, width) in zip(strips, columns, strict=True):
-        rows = [(shard.offsets[0], shard.sizes[0]) for shard in strip]
+    for (first, width), strip in strips.items():
+        blocks = [(shard.offsets[0], shard.sizes[0]) for shard in strip]
         strip_text = "" if len(strips) == 1 else f" of columns {first} to {first + width - 1}"
-        if reason := _gap_or_overlap(rows, table.num_rows, "rows", strip_text):
+        if reason := _gap_or_overlap(blocks, rows, "rows", strip_text):
             return reason
+    if kind not in COLUMN_TYPES and len(strips) > 1:
+        return f"{kind} does not shard columns, and these shards do"
+    if kind not in ROW_TYPES and any(len(strip) > 1 for strip in strips.values()):
+        return f"{kind} does not shard rows, and these shards do"
+    if narrow := next((width for _, width in strips if width % 4), 0):
+        return f"a shard has {narrow} columns, and FBGEMM's rows come in multiples of 4"
+    if kind in ROW_TYPES:
+        for strip in strips.values():
+            if reason := _row_block_error(strip, table, num_ranks, ranks_per_node):
+                return reason
+    nodes = {shard.rank // ranks_per_node for shard in table.shards}
+    if kind in ONE_NODE_TYPES and len(nodes) > 1:
+        return f"{kind} keeps a table on one node, and the shards are on {len(nodes)}"
     return ""
 
 
@@ -216,42 +207,29 @@ def _gap_or_overlap(blocks: list[tuple[int, int]], end: int, axis: str, strip_te
     return ""
 
 
-def _edge_error(strips: list[Strip], sharding_type: str) -> str:
-    if sharding_type not in COLUMN_TYPES and len(strips) > 1:
-        return f"{sharding_type} does not shard columns, and these shards do"
-    if sharding_type not in ROW_TYPES and any(len(strip) > 1 for strip in strips):
-        return f"{sharding_type} does not shard rows, and these shards do"
+def _row_block_error(strip: list[PlannedShard], table: PlannedTable, num_ranks: int, ranks_per_node: int) -> str:
+    """Return why the shards of some columns, by their first row, are not the blocks of rows that torchrec has."""
+    kind = table.sharding_type
+    is_row_wise = kind == "row_wise"
+    first = 0 if is_row_wise else strip[0].rank // ranks_per_node * ranks_per_node
+    num_blocks = num_ranks if is_row_wise else ranks_per_node
+    if [shard.rank for shard in strip] != list(range(first, first + num_blocks)):
+        return (
+            f"{kind} gives each of the ranks {first} to {first + num_blocks - 1} one block of rows, in the order of "
+            "the ranks"
+        )
+    # torchrec finds a row's rank by dividing by this number, so that blocks of other sizes would be looked up wrongly.
+    block = -(-table.num_rows // num_blocks)
+    if any(shard.sizes[0] != block for shard in strip[:-1]):
+        return f"{kind} shards {table.num_rows} rows for {num_blocks} ranks into blocks of {block}; the last is smaller"
     return ""
 
 
-def _alignment_error(strips: list[Strip]) -> str:
-    # Only the first shard of a strip is looked at: all shards of a strip have its columns.
-    widths = [strip[0].sizes[1] for strip in strips if strip[0].sizes[1] % 4]
-    return f"a shard has {widths[0]} columns, and FBGEMM's rows come in multiples of 4" if widths else ""
-
-
-def _rank_error(strips: list[Strip], table: PlannedTable, num_ranks: int, ranks_per_node: int) -> str:
-    sharding_type = table.sharding_type
-    if sharding_type in ROW_TYPES:
-        first_ranks = [
-            0 if sharding_type == "row_wise" else s[0].rank // ranks_per_node * ranks_per_node for s in strips
-        ]
-        num_blocks = num_ranks if sharding_type == "row_wise" else ranks_per_node
-        for strip, first in zip(strips, first_ranks, strict=True):
-            if [shard.rank for shard in strip] != list(range(first, first + len(strip))) or len(strip) != num_blocks:
-                return (
-                    f"{sharding_type} gives each of the ranks {first} to {first + num_blocks - 1} one block of rows, "
-                    "in the order of the ranks"
-                )
-            # torchrec finds a row's rank by dividing by this number, so that
-            # blocks of other sizes would be looked up wrongly.
-            block = -(-table.num_rows // num_blocks)
-            if any(shard.sizes[0] != block for shard in strip[:-1]):
-                return (
-                    f"{sharding_type} shards {table.num_rows} rows for {num_blocks} ranks into blocks of {block}, and "
-                    "the last block is smaller"
-                )
-    nodes = {shard.rank // ranks_per_node for strip in strips for shard in strip}
-    if sharding_type in ONE_NODE_TYPES and len(nodes) > 1:
-        return f"{sharding_type} keeps a table on one node, and the shards are on {len(nodes)}"
+def bounds_error(shard: PlannedShard, rows: int, dim: int, num_ranks: int) -> str:
+    """Return why a shard cannot be one of a table of this size; "" where it can."""
+    for axis, offset, size, end in zip(("row", "column"), shard.offsets, shard.sizes, (rows, dim), strict=True):
+        if offset + size > end:
+            return f"exceeds the table: {axis}s {offset} to {offset + size - 1}, and the last one is {end - 1}"
+    if shard.rank >= num_ranks:
+        return f"is on rank {shard.rank}, and the last one is {num_ranks - 1}"
     return ""

@@ -1,7 +1,7 @@
 """What the planner may do with each table: its sharding types, its kernels, and what its update keeps in memory."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.constants import POOLING_FACTOR
@@ -171,22 +171,8 @@ def check_sequence_widths(tables: list[Table], constraints: Mapping[str, TableCo
             )
 
 
-def torchrec_constraints(
-    tables: list[Table], constraints: Mapping[str, TableConstraints]
-) -> dict[str, ParameterConstraints]:
-    """Return the constraints as torchrec takes them, by table name: tables of one name get what suits them all."""
-    constraints_by_name: dict[str, ParameterConstraints] = {}
-    for table in tables:
-        table_constraints = _for_torchrec(table, constraints[table.full_name])
-        earlier = constraints_by_name.get(table.name)
-        # Two collections may each have a table of this name, and torchrec looks constraints up by the name alone.
-        constraints_by_name[table.name] = (
-            table_constraints if earlier is None else _suiting_both(table, earlier, table_constraints)
-        )
-    return constraints_by_name
-
-
-def _for_torchrec(table: Table, constraints: TableConstraints) -> ParameterConstraints:
+def torchrec_constraint(table: Table, constraints: TableConstraints) -> ParameterConstraints:
+    """Return a table's constraints as torchrec takes them."""
     options, features = constraints.options, table.config.feature_names
     factors = constraints.pooling_factors or [POOLING_FACTOR] * len(features)
     if options.pooling_factor is not None:
@@ -200,29 +186,4 @@ def _for_torchrec(table: Table, constraints: TableConstraints) -> ParameterConst
         # Only an EmbeddingBagCollection has is_weighted; an EmbeddingCollection sums nothing that weights could scale.
         is_weighted=bool(getattr(table.module, "is_weighted", lambda: False)()),
         cache_params=None if share is None else CacheParams(load_factor=share),
-    )
-
-
-def _suiting_both(table: Table, earlier: ParameterConstraints, later: ParameterConstraints) -> ParameterConstraints:
-    """Return what suits two tables of one name, with the larger of their loads; `later` is that of `table`."""
-    types = [kind for kind in later.sharding_types or [] if kind in (earlier.sharding_types or [])]
-    kernels = [kernel for kernel in later.compute_kernels or [] if kernel in (earlier.compute_kernels or [])]
-    for description, remainder in (
-        ("sharding type", types),
-        ("kernel", kernels),
-        ("cache", earlier.cache_params == later.cache_params),
-    ):
-        if not remainder:
-            raise PlanError(
-                f"table '{table.full_name}': another table is called '{table.name}' too, and no {description} suits "
-                "both. Give the tables different names."
-            )
-    # One estimate serves both tables: too large a load costs some balance, too small a one may cost a plan that fits.
-    busier = max((earlier, later), key=lambda candidate: sum(candidate.pooling_factors))
-    return replace(
-        later,
-        sharding_types=types,
-        compute_kernels=kernels,
-        pooling_factors=busier.pooling_factors,
-        is_weighted=earlier.is_weighted or later.is_weighted,
     )

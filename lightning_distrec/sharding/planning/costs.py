@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import ShardingOption
 
+from lightning_distrec.sharding.planning.constraints import TableConstraints
 from lightning_distrec.sharding.planning.traffic import FLOAT_BYTES, LENGTH_BYTES, WEIGHT_BYTES, touched_rows
 from lightning_distrec.sharding.tables import SMALL_ROWS
 
@@ -118,15 +119,10 @@ def make_links(topology: Topology) -> Links:
 
 
 def exchange_milliseconds(
-    option: ShardingOption,
-    constraints: ParameterConstraints,
-    learns: bool,
-    links: Links,
-    counted_share: float | None = None,
+    option: ShardingOption, constraints: TableConstraints, is_weighted: bool, links: Links
 ) -> NDArray[np.float64]:
     """Return, (D, 3), for each size of a shard the time of its ids, its rows and the rows' gradients.
 
-    counted_share: different ids over ids of a batch, if they were counted; repeated ones may be sent once.
     On one node it is a rank's, on several that of a node's link, which all ranks of the node wait for.
     """
     times = np.zeros((len(option.shards), 3))
@@ -135,10 +131,11 @@ def exchange_milliseconds(
     num_rows, batch = option.tensor.shape[0], option.batch_size
     per_example, features = sum(option.input_lengths), len(option.input_lengths)
     if not option.is_pooled and option.sharding_type != "data_parallel":
-        repeated = estimate_batch_ids([batch * factor for factor in option.input_lengths], num_rows, counted_share)
+        ids_by_feature = [batch * factor for factor in option.input_lengths]
+        repeated = estimate_batch_ids(ids_by_feature, num_rows, constraints.distinct_share)
         # Rows of repeated ids may be sent once. Bags cannot: each is a sum of its own, whatever ids they share.
         per_example *= repeated.distinct_share if repeated.repeat_enough else 1
-    id_bytes = (4 if num_rows <= SMALL_ROWS else 8) + (WEIGHT_BYTES if constraints.is_weighted else 0)
+    id_bytes = (4 if num_rows <= SMALL_ROWS else 8) + (WEIGHT_BYTES if is_weighted else 0)
     for i, shard in enumerate(option.shards):
         rows, columns = shard.size
         # Ids are assumed to be spread evenly over the rows; lengths go to every shard, whatever rows it has.
@@ -158,7 +155,7 @@ def exchange_milliseconds(
             sent = numbers * FLOAT_BYTES * (rows / num_rows if kind == "row_wise" else 1)
             times[i] = links.to_all(ids), links.to_all(sent), links.to_all(sent)
     # A frozen table's rows are looked up, but no gradients of them are sent back.
-    return times if learns else times * (1, 1, 0)
+    return times * (1, 1, 0) if constraints.update == "frozen" else times
 
 
 MIN_GPU_DIM = 32
@@ -205,39 +202,33 @@ def passes(num_states: int) -> int:
     return 3 + 8 * num_states
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardUpdates:
-    """The updates of a table's shards in a step."""
+def update_milliseconds(
+    sizes: Sequence[tuple[int, int]],
+    constraints: TableConstraints,
+    ids: float,
+    on_gpu: bool,
+    bytes_per_millisecond: float,
+) -> NDArray[np.float64]:
+    """Return, (D,), the time of a step in which shards of these sizes, (rows, columns), are updated.
 
-    kind: str
-    """fused, fused_lazy, sparse, dense or frozen."""
-    ids: float
-    """Those that reach a shard in a step."""
-    bytes_per_element: float
-    """What the update keeps, see TableUpdate."""
-    bytes_per_row: float = 0.0
-    distinct_share: float = 1.0
-    """Rows over ids at most, where batches show it."""
-    on_gpu: bool
-    bytes_per_millisecond: float
-    """Of the memory that rows are in."""
-
-    def milliseconds(self, sizes: Sequence[tuple[int, int]]) -> NDArray[np.float64]:
-        """Return, (D,), the time of a step in which shards of these sizes, (rows, columns), are updated."""
-        return np.array([self._moved_bytes(rows, columns) for rows, columns in sizes]) / self.bytes_per_millisecond
-
-    def _moved_bytes(self, rows: int, columns: int) -> float:
+    ids: those that reach a shard in a step. bytes_per_millisecond: of the memory that rows are in.
+    """
+    kind, state_bytes = constraints.update, constraints.bytes_per_element
+    states, share = round(state_bytes / FLOAT_BYTES), constraints.distinct_share
+    moved = []
+    for rows, columns in sizes:
         # Two upper bounds: ids that are spread evenly touch the most rows, and counted ids repeat as in the batches.
-        touched = min(touched_rows(rows, self.ids), self.ids * self.distinct_share)
-        states = round(self.bytes_per_element / FLOAT_BYTES)
-        if self.kind in ("fused", "fused_lazy"):
-            return _fused(touched, columns, self.bytes_per_element, self.bytes_per_row, self.on_gpu)
-        if self.kind == "sparse":
-            return _sparse(touched, columns, self.ids, states, self.on_gpu)
-        if self.kind == "dense":
+        touched = min(touched_rows(rows, ids), ids * (1.0 if share is None else share))
+        if kind in ("fused", "fused_lazy"):
+            moved.append(_fused(touched, columns, state_bytes, constraints.bytes_per_row, on_gpu))
+        elif kind == "sparse":
+            moved.append(_sparse(touched, columns, ids, states, on_gpu))
+        elif kind == "dense":
             # The bytes of a dense update include its gradient, which is no state.
-            return _dense(rows * columns, columns, self.ids, states - 1, self.on_gpu)
-        return 0.0
+            moved.append(_dense(rows * columns, columns, ids, states - 1, on_gpu))
+        else:
+            moved.append(0.0)
+    return np.array(moved) / bytes_per_millisecond
 
 
 def _fused(touched: float, columns: int, state_bytes: float, row_bytes: float, on_gpu: bool) -> float:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,6 +71,17 @@ class PlannedTable:
     update_bytes_per_element: float = 0.0
     """Optimizer state and gradients for each element."""
     update_bytes_per_row: float = 0.0
+
+    @staticmethod
+    def placed(table: Table, **place: Any) -> "PlannedTable":
+        """Return where `table` is. place: the fields about sharding type, kernel and shards."""
+        return PlannedTable(
+            name=table.full_name,
+            num_rows=table.config.num_embeddings,
+            dim=table.config.embedding_dim,
+            data_type=table.config.data_type.value,
+            **place,
+        )
 
     @property
     def size(self) -> str:
@@ -150,11 +161,8 @@ class PlannedTable:
         else:
             all_of_it = (table.config.num_embeddings, table.config.embedding_dim)
             shards = tuple(PlannedShard(rank, (0, 0), all_of_it) for rank in range(num_ranks))
-        return PlannedTable(
-            name=table.full_name,
-            num_rows=table.config.num_embeddings,
-            dim=table.config.embedding_dim,
-            data_type=table.config.data_type.value,
+        return PlannedTable.placed(
+            table,
             sharding_type=sharding.sharding_type,
             compute_kernel=sharding.compute_kernel,
             shards=shards,

@@ -10,7 +10,7 @@ from lightning_distrec.errors import InfeasiblePlanError
 from lightning_distrec.sharding.planning.constraints import (
     TableConstraints,
     check_sequence_widths,
-    torchrec_constraints,
+    torchrec_constraint,
 )
 from lightning_distrec.sharding.planning.costs import estimate_batch_ids
 from lightning_distrec.sharding.planning.partial_plan import (
@@ -24,8 +24,6 @@ from lightning_distrec.sharding.planning.partial_plan import (
 from lightning_distrec.sharding.planning.planned_table import PlannedShard, PlannedTable
 from lightning_distrec.sharding.planning.search import GOOD_ENOUGH, Search, Totals, proposals
 from lightning_distrec.sharding.planning.sharding_options import (
-    EstimatedOption,
-    capacities,
     estimated_options,
     options_of_plan,
     without_duplicates,
@@ -71,13 +69,20 @@ def make_plan(
             raise _error(tables, packed, topology, batch_size)
         starts = [packed]
     packed_tables = Search(options, budget.num_ranks, seed).improve(starts, totals.lower_bound * GOOD_ENOUGH)
+    placed = {}
+    for number, table in enumerate(tables):
+        option, ranks = packed_tables.option_of(number), packed_tables.ranks[number].tolist()
+        placed[table.full_name] = PlannedTable.placed(
+            table,
+            sharding_type=option.sharding_type,
+            compute_kernel=option.kernel,
+            shards=tuple(map(PlannedShard, ranks, option.offsets, option.sizes)),
+            cache_load_factor=option.cache_load_factor,
+        )
     plan = ShardingPlan(
         layout=NodeLayout.equal(topology.world_size, topology.local_world_size),
         device=topology.compute_device,
-        tables={
-            table.full_name: _planned(table, packed_tables.option_of(number), packed_tables.ranks[number].tolist())
-            for number, table in enumerate(tables)
-        },
+        tables=placed,
         cost=replace(_cost(packed_tables), lower_bound=totals.lower_bound),
     )
     return _described(plan, packed_tables, tables, constraints, batch_size)
@@ -102,7 +107,11 @@ def estimate_plan(
 
 def budget_of(topology: Topology) -> MemoryBudget:
     """Return what tables may take of every rank."""
-    return MemoryBudget(*capacities(topology), topology.local_world_size)
+    on_gpu, storages = topology.compute_device == "cuda", [device.storage for device in topology.devices]
+    device = np.asarray([storage.hbm if on_gpu else storage.ddr for storage in storages], dtype=np.int64)
+    # On CPU torchrec counts all memory as ddr, which is `device` here: it must not count twice.
+    host = np.asarray([storage.ddr if on_gpu else 0 for storage in storages], dtype=np.int64)
+    return MemoryBudget(device, host, topology.local_world_size)
 
 
 def _described(
@@ -113,11 +122,11 @@ def _described(
     batch_size: int,
 ) -> ShardingPlan:
     """Return the plan with what reports need to know of its tables."""
-    torchrec_by_name = torchrec_constraints(tables, constraints)
     described = {}
     for number, table in enumerate(tables):
         update, option = constraints[table.full_name], packed_tables.option_of(number)
-        factors = torchrec_by_name[table.name].pooling_factors
+        constraint = torchrec_constraint(table, update)
+        factors = constraint.pooling_factors
         ids = estimate_batch_ids(
             [batch_size * factor for factor in factors], table.config.num_embeddings, update.distinct_share
         )
@@ -127,7 +136,7 @@ def _described(
             planned,
             collection=table.collection,
             pooled=table.pooled,
-            weighted=bool(getattr(table.module, "is_weighted", lambda: False)()),
+            weighted=bool(constraint.is_weighted),
             pooling_factors=tuple(factors),
             distinct_share=ids.distinct_share,
             deduplicated=sends_rows and ids.repeat_enough and table.mapping is None,
@@ -140,19 +149,6 @@ def _described(
             update_bytes_per_row=update.bytes_per_row,
         )
     return replace(plan, tables=described, batch_size=batch_size)
-
-
-def _planned(table: Table, option: EstimatedOption, ranks: list[int]) -> PlannedTable:
-    return PlannedTable(
-        name=table.full_name,
-        num_rows=table.config.num_embeddings,
-        dim=table.config.embedding_dim,
-        data_type=table.config.data_type.value,
-        sharding_type=option.sharding_type,
-        compute_kernel=option.kernel,
-        shards=tuple(map(PlannedShard, ranks, option.offsets, option.sizes)),
-        cache_load_factor=option.cache_load_factor,
-    )
 
 
 def _cost(packed_tables: PartialPlan) -> PlanCost:
@@ -180,7 +176,7 @@ def _error(
     tables: Sequence[Table], infeasible: InfeasiblePlan, topology: Topology, batch_size: int
 ) -> InfeasiblePlanError:
     sizes = [table.parameter.numel() * table.parameter.element_size() for table in tables]
-    usable = int(capacities(topology)[0].min())
+    usable = int(budget_of(topology).device_bytes.min())
     proof = "no plan can exist" if infeasible.proven else "no plan was found, which does not prove that there is none"
     return InfeasiblePlanError(
         f"the tables do not fit: table '{tables[infeasible.table].full_name}' {infeasible.reason}. There are "

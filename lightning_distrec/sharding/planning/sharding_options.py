@@ -14,12 +14,13 @@ from torchrec.distributed.planner.types import Shard, ShardingOption
 from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 
 from lightning_distrec._compat.torchrec import silence_torchrec
-from lightning_distrec.sharding.planning.constraints import TableConstraints, torchrec_constraints
+from lightning_distrec.sharding.planning.constraints import TableConstraints, torchrec_constraint
 from lightning_distrec.sharding.planning.costs import (
-    ShardUpdates,
+    Links,
     exchange_milliseconds,
     make_links,
     narrow_rows_on_cpu,
+    update_milliseconds,
 )
 from lightning_distrec.sharding.planning.sharding_plan import EXCHANGE_PARTS, ShardingPlan
 from lightning_distrec.sharding.sharders import sharders
@@ -90,11 +91,10 @@ class _Shards(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """An option of a table that is not estimated yet."""
+    """An option of a table, as torchrec's estimators take it, with all of its shards."""
 
     table: Table
-    sharding_type: str
-    kernel: str
+    option: ShardingOption
     shards: _Shards
 
 
@@ -102,15 +102,15 @@ def estimated_options(
     tables: Sequence[Table], constraints: Mapping[str, TableConstraints], topology: Topology, batch_size: int
 ) -> list[list[EstimatedOption]]:
     """Return the options of each table, in a fixed order. constraints: by full name."""
-    torchrec_by_name, kinds = torchrec_constraints(list(tables), constraints), sharders()
+    kinds, by_table = sharders(), _for_torchrec(tables, constraints)
     candidates: list[_Candidate] = []
     for table in tables:
         sharder = next(s for s in kinds if isinstance(table.module, s.module_type))
-        table_constraints = torchrec_by_name[table.name]
-        types = set(table_constraints.sharding_types or []) & set(sharder.sharding_types(topology.compute_device))
+        constraint = by_table[table.full_name]
+        types = set(constraint.sharding_types or []) & set(sharder.sharding_types(topology.compute_device))
         # Sorted, because the search depends on the order of options, and that of a set of strings is random.
         for sharding_type in sorted(types):
-            kernels = set(table_constraints.compute_kernels or [])
+            kernels = set(constraint.compute_kernels or [])
             kernels &= set(sharder.compute_kernels(sharding_type, topology.compute_device))
             # As torchrec's enumerator does: dense is no choice where there is a fused kernel.
             kernels -= {"dense"} if "fused" in kernels else set()
@@ -119,14 +119,16 @@ def estimated_options(
                 world_size=topology.world_size,
                 local_world_size=topology.local_world_size,
                 sharding_type=sharding_type,
-                col_wise_shard_dim=table_constraints.min_partition,
+                col_wise_shard_dim=constraint.min_partition,
             )
             shards = _number_sizes(
                 tuple((rows, columns) for rows, columns in sizes), tuple((row, column) for row, column in offsets)
             )
-            candidates += [_Candidate(table, sharding_type, kernel, shards) for kernel in sorted(kernels)]
+            candidates += [
+                _candidate(table, sharding_type, kernel, shards, constraint, batch_size) for kernel in sorted(kernels)
+            ]
     options_by_table: dict[str, list[EstimatedOption]] = {table.full_name: [] for table in tables}
-    estimated = _estimate(candidates, constraints, torchrec_by_name, topology, batch_size)
+    estimated = _estimate(candidates, constraints, by_table, topology, batch_size)
     for candidate, option in zip(candidates, estimated, strict=True):
         options_by_table[candidate.table.full_name].append(option)
     return list(options_by_table.values())
@@ -140,13 +142,21 @@ def options_of_plan(
     batch_size: int,
 ) -> list[EstimatedOption]:
     """Return the option that a plan has for each table, with its estimates. Arguments as `estimated_options`."""
-    candidates = []
+    candidates, by_table = [], _for_torchrec(tables, constraints)
     for table in tables:
-        planned = plan.tables[table.full_name]
+        planned, constraint = plan.tables[table.full_name], by_table[table.full_name]
         sizes, offsets = zip(*((shard.sizes, shard.offsets) for shard in planned.shards), strict=True)
         shards = _number_sizes(sizes, offsets)
-        candidates.append(_Candidate(table, planned.sharding_type, planned.compute_kernel, shards))
-    return _estimate(candidates, constraints, torchrec_constraints(list(tables), constraints), topology, batch_size)
+        kernel = planned.compute_kernel
+        candidates.append(_candidate(table, planned.sharding_type, kernel, shards, constraint, batch_size))
+    return _estimate(candidates, constraints, by_table, topology, batch_size)
+
+
+def _for_torchrec(
+    tables: Sequence[Table], constraints: Mapping[str, TableConstraints]
+) -> dict[str, ParameterConstraints]:
+    # By full name, where torchrec has the name alone, which tables of two collections may share.
+    return {table.full_name: torchrec_constraint(table, constraints[table.full_name]) for table in tables}
 
 
 def _number_sizes(sizes: Cells, offsets: Cells) -> _Shards:
@@ -156,96 +166,87 @@ def _number_sizes(sizes: Cells, offsets: Cells) -> _Shards:
     return _Shards(sizes, offsets, size_numbers, list(numbers))
 
 
-def _estimate(
-    candidates: list[_Candidate],
-    constraints: Mapping[str, TableConstraints],
-    torchrec_by_name: Mapping[str, ParameterConstraints],
-    topology: Topology,
-    batch_size: int,
-) -> list[EstimatedOption]:
-    options = [_torchrec_option(candidate, torchrec_by_name, batch_size) for candidate in candidates]
-    with silence_torchrec():
-        enumerator = EmbeddingEnumerator(topology=topology, batch_size=batch_size, constraints=dict(torchrec_by_name))
-        # An empty module: the enumerator lists no options of its own, and only registers the sharders.
-        enumerator.enumerate(nn.Module(), sharders())
-        enumerator.populate_estimates(options)
-    estimated = []
-    for candidate, option in zip(candidates, options, strict=True):
-        table = candidate.table
-        estimated.append(
-            _as_estimated(
-                option,
-                candidate.shards,
-                topology=topology,
-                constraints=constraints[table.full_name],
-                torchrec_constraint=torchrec_by_name[table.name],
-            )
-        )
-    return estimated
-
-
-def _torchrec_option(
-    candidate: _Candidate, torchrec_by_name: Mapping[str, ParameterConstraints], batch_size: int
-) -> ShardingOption:
-    table = candidate.table
-    constraint = torchrec_by_name[table.name]
-    return ShardingOption(
-        name=table.name,
+def _candidate(
+    table: Table, sharding_type: str, kernel: str, shards: _Shards, constraint: ParameterConstraints, batch_size: int
+) -> _Candidate:
+    option = ShardingOption(
+        name=table.full_name,
         tensor=table.parameter,
         module=(table.collection, table.module),
         input_lengths=constraint.pooling_factors,
         batch_size=batch_size,
-        compute_kernel=candidate.kernel,
-        sharding_type=candidate.sharding_type,
-        partition_by=get_partition_by_type(candidate.sharding_type),
+        compute_kernel=kernel,
+        sharding_type=sharding_type,
+        partition_by=get_partition_by_type(sharding_type),
         # torchrec's estimators look at each shard. Shards of one size cost the same, so that they get one of each, at
         # any offset: a row-wise table on a thousand ranks has a thousand shards, and two sizes.
-        shards=[Shard(size=list(size), offset=[0, 0]) for size in candidate.shards.distinct],
+        shards=[Shard(size=list(size), offset=[0, 0]) for size in shards.distinct],
         cache_params=constraint.cache_params,
         enforce_hbm=constraint.enforce_hbm,
         is_pooled=table.pooled,
         output_dtype=constraint.output_dtype,
     )
+    return _Candidate(table, option, shards)
+
+
+def _estimate(
+    candidates: list[_Candidate],
+    constraints: Mapping[str, TableConstraints],
+    by_table: dict[str, ParameterConstraints],
+    topology: Topology,
+    batch_size: int,
+) -> list[EstimatedOption]:
+    with silence_torchrec():
+        enumerator = EmbeddingEnumerator(topology=topology, batch_size=batch_size, constraints=by_table)
+        # An empty module: the enumerator lists no options of its own, and only registers the sharders.
+        enumerator.enumerate(nn.Module(), sharders())
+        enumerator.populate_estimates([candidate.option for candidate in candidates])
+    links = make_links(topology)
+    return [
+        _as_estimated(
+            option, shards, topology, links, constraints[option.name], bool(by_table[option.name].is_weighted)
+        )
+        for _, option, shards in candidates
+    ]
 
 
 def _as_estimated(
     option: ShardingOption,
     shards: _Shards,
-    *,
     topology: Topology,
+    links: Links,
     constraints: TableConstraints,
-    torchrec_constraint: ParameterConstraints,
+    is_weighted: bool,
 ) -> EstimatedOption:
     # torchrec's estimators do not know what our updates keep: gradients, optimizer state
     per_element, per_row = constraints.bytes_per_element, constraints.bytes_per_row
-    update_bytes = [round(r * c * per_element + r * per_row) for r, c in (shard.size for shard in option.shards)]
-    on_gpu = topology.compute_device == "cuda"
-    device_bytes = [_on_device(shard.storage, topology.compute_device) for shard in option.shards]
-    host_bytes = [shard.storage.ddr if on_gpu else 0 for shard in option.shards]
-    if option.compute_kernel.startswith("fused_uvm"):
-        # State lies next to its rows: with both fused_uvm kernels in the host's memory, even of rows that are cached.
-        host_bytes = [a + b for a, b in zip(host_bytes, update_bytes, strict=True)]
+    sizes = [(rows, columns) for rows, columns in (shard.size for shard in option.shards)]
+    update_bytes = np.array([round(rows * columns * per_element + rows * per_row) for rows, columns in sizes])
+    on_gpu, on_host = topology.compute_device == "cuda", option.compute_kernel.startswith("fused_uvm")
+    storages: list[Any] = [shard.storage for shard in option.shards]
+    device_bytes = np.asarray([s.hbm if on_gpu else s.ddr for s in storages], dtype=np.int64)
+    # On CPU torchrec counts all memory as ddr, which is `device` here: it must not count twice.
+    host_bytes = np.asarray([s.ddr if on_gpu else 0 for s in storages], dtype=np.int64)
+    # State lies next to its rows: with both fused_uvm kernels in the host's memory, even of rows that are cached.
+    if on_host:
+        host_bytes += update_bytes
     else:
-        device_bytes = [a + b for a, b in zip(device_bytes, update_bytes, strict=True)]
-    # torchrec estimates each block of rows as if all of the table's ids went there.
-    blocks = len({row for row, _ in shards.offsets}) if option.sharding_type != "data_parallel" else 1
-    learns, links = constraints.update != "frozen", make_links(topology)
-    exchanges = exchange_milliseconds(option, torchrec_constraint, learns, links, constraints.distinct_share)
-    updates = _updates(option, blocks, topology, constraints)
+        device_bytes += update_bytes
+    # torchrec estimates each block of rows as if all of the table's ids went there. A replica looks up the ids of its
+    # own rank's batch, a shard those of the batches of all ranks.
+    is_replicated = option.sharding_type == "data_parallel"
+    blocks = 1 if is_replicated else len({row for row, _ in shards.offsets})
+    ids = option.batch_size * (1 if is_replicated else topology.world_size) * sum(option.input_lengths) / blocks
+    speed = topology.hbm_mem_bw if on_gpu else topology.ddr_mem_bw
+    updates = update_milliseconds(sizes, constraints, ids, on_gpu, topology.hbm_to_ddr_mem_bw if on_host else speed)
+    exchanges = exchange_milliseconds(option, constraints, is_weighted, links)
     parts = []
-    for shard, (ids, rows, gradients), update in zip(option.shards, exchanges, updates, strict=True):
-        share = 1.0 if on_gpu else narrow_rows_on_cpu(option.sharding_type, shard.size[1])
+    for shard, (ids_time, rows_time, gradients_time), update in zip(option.shards, exchanges, updates, strict=True):
         perf: Any = shard.perf
+        share = 1.0 if on_gpu else narrow_rows_on_cpu(option.sharding_type, shard.size[1])
+        forward, backward = perf.fwd_compute * share, perf.bwd_compute * share
         # In the order of TIME_PARTS.
-        parts.append((
-            perf.fwd_compute * share,
-            rows,
-            perf.bwd_compute * share,
-            gradients,
-            perf.prefetch_compute,
-            ids,
-            update,
-        ))
+        parts.append((forward, rows_time, backward, gradients_time, perf.prefetch_compute, ids_time, update))
     return EstimatedOption(
         option.sharding_type,
         option.compute_kernel,
@@ -253,38 +254,10 @@ def _as_estimated(
         shards.offsets,
         shards.size_numbers,
         np.asarray(parts, dtype=np.float64),
-        np.asarray(device_bytes, dtype=np.int64),
-        np.asarray(host_bytes, dtype=np.int64),
+        device_bytes,
+        host_bytes,
         None if option.cache_params is None else option.cache_params.load_factor,
     )
-
-
-def _updates(
-    option: ShardingOption, blocks: int, topology: Topology, constraints: TableConstraints
-) -> NDArray[np.float64]:
-    """Return, (D,), the milliseconds of a step that updates each shard."""
-    on_gpu = topology.compute_device == "cuda"
-    speed = topology.hbm_mem_bw if on_gpu else topology.ddr_mem_bw
-    if option.compute_kernel.startswith("fused_uvm"):
-        speed = topology.hbm_to_ddr_mem_bw
-    # A replica looks up the ids of its own rank's batch, a shard those of the batches of all ranks.
-    ranks = 1 if option.sharding_type == "data_parallel" else topology.world_size
-    ids = option.batch_size * ranks * sum(option.input_lengths) / blocks
-    share = constraints.distinct_share
-    updates = ShardUpdates(
-        kind=constraints.update,
-        ids=ids,
-        bytes_per_element=constraints.bytes_per_element,
-        bytes_per_row=constraints.bytes_per_row,
-        distinct_share=1.0 if share is None else share,
-        on_gpu=on_gpu,
-        bytes_per_millisecond=speed,
-    )
-    return updates.milliseconds([(shard.size[0], shard.size[1]) for shard in option.shards])
-
-
-def _on_device(storage: Any, device: str) -> int:
-    return int(storage.hbm if device == "cuda" else storage.ddr)
 
 
 def without_duplicates(options: Sequence[EstimatedOption]) -> list[EstimatedOption]:
@@ -295,13 +268,3 @@ def without_duplicates(options: Sequence[EstimatedOption]) -> list[EstimatedOpti
     return [
         o for o in options if not (o.sharding_type in column_types and len(o.size_numbers) == 1 and o.kernel in kernels)
     ]
-
-
-def capacities(topology: Topology) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the bytes of every rank's device, and of its share of the host's memory (0 on CPU): (R,) and (R,)."""
-    storages = [device.storage for device in topology.devices]
-    cuda = topology.compute_device == "cuda"
-    device = np.asarray([_on_device(storage, topology.compute_device) for storage in storages], dtype=np.int64)
-    # On CPU torchrec counts all memory as ddr, which is `device` here: it must not count twice.
-    host = np.asarray([storage.ddr if cuda else 0 for storage in storages], dtype=np.int64)
-    return device, host

@@ -1,4 +1,4 @@
-"""A plan: where each shard of each table is, what that costs, what it was made for, and how two plans differ."""
+"""A plan: where each shard of each table is, what that costs, and what it was made for."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,13 +8,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lightning_distrec.errors import did_you_mean
 from lightning_distrec.sharding.planning.planned_table import PlannedTable
 from lightning_distrec.sharding.planning.traffic import Traffic, estimate_traffic, replica_bytes
 from lightning_distrec.sharding.sharders import QuantizedComms, ShardingByTable
 from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.sharding.tables import Table
-from lightning_distrec.units import format_ranks, quantity
 
 TIME_PARTS = (
     "forward compute",
@@ -232,69 +230,3 @@ class ShardingPlan:
     def fits(self) -> bool:
         """Whether every rank has the memory that it needs."""
         return self.memory.fits and (self.host_memory is None or self.host_memory.fits)
-
-
-def differences(a: ShardingPlan, b: ShardingPlan, first: str = "the first", second: str = "the second") -> list[str]:
-    """Return how two plans differ, one line each. first, second: what the lines call them."""
-    lines = [
-        f"{first} is for {x}, {second} for {y}"
-        for x, y in (
-            (quantity(a.num_ranks, "rank"), quantity(b.num_ranks, "rank")),
-            (
-                f"{quantity(a.layout.ranks_per_node, 'rank')} per node",
-                f"{quantity(b.layout.ranks_per_node, 'rank')} per node",
-            ),
-            (f"devices of type {a.device}", f"devices of type {b.device}"),
-        )
-        if x != y
-    ]
-    lines += size_differences(
-        {name: table.size for name, table in a.tables.items()},
-        {name: table.size for name, table in b.tables.items()},
-        first,
-        second,
-    )
-    for name, table in a.tables.items():
-        other = b.tables.get(name)
-        if other is not None:
-            lines += [f"table '{name}' {line}" for line in _table_differences(table, other, first, second)]
-    return lines
-
-
-def size_differences(a: Mapping[str, str], b: Mapping[str, str], first: str, second: str) -> list[str]:
-    """Return which tables are on one side only, with near matches on the other, and which differ in size."""
-    lines = []
-    for side_sizes, other_sizes, side in ((a, b, first), (b, a, second)):
-        # Near matches come from names that only the other side has: a table that both have was not renamed.
-        new = [name for name in other_sizes if name not in side_sizes]
-        for name in (name for name in side_sizes if name not in other_sizes):
-            lines.append(f"table '{name}' is in {side} only{did_you_mean(name, new).rstrip('.')}")
-    for name in (name for name in a if name in b and a[name] != b[name]):
-        lines.append(f"table '{name}' is {a[name]} in {first}, {b[name]} in {second}")
-    return lines
-
-
-def _table_differences(a: PlannedTable, b: PlannedTable, first: str, second: str) -> list[str]:
-    compared = [
-        (a.sharding_type, b.sharding_type, "is sharded {} in"),
-        (a.compute_kernel, b.compute_kernel, "has the kernel {} in"),
-        (a.cache_load_factor, b.cache_load_factor, "has the cache load factor {} in"),
-    ]
-    lines = [f"{text.format(x)} {first}, {y} in {second}" for x, y, text in compared if x != y]
-    # Shards of unlike tables or types do not pair up: which ranks have the table is all that can be compared.
-    if a.size != b.size or (a.shards != b.shards and a.sharding_type != b.sharding_type):
-        return lines + _rank_differences(a, b, first, second)
-    if {(s.offsets, s.sizes) for s in a.shards} != {(s.offsets, s.sizes) for s in b.shards}:
-        numbers = [quantity(len(table.shards), "shard") for table in (a, b)]
-        return [*lines, f"has {numbers[0]} in {first}, {numbers[1]} of other sizes in {second}"]
-    if a.sharding_type == b.sharding_type == "data_parallel":
-        return lines + _rank_differences(a, b, first, second)
-    # Both plans have the same rectangles in the same order (`in_order`), so that shards pair up by position.
-    moved = [(x, y.rank) for x, y in zip(a.shards, b.shards, strict=True) if x.rank != y.rank]
-    return lines + [f"has {x} on rank {x.rank} in {first}, {rank} in {second}" for x, rank in moved]
-
-
-def _rank_differences(a: PlannedTable, b: PlannedTable, first: str, second: str) -> list[str]:
-    # By rank and not by shard: a column-wise table may have several shards on one rank.
-    on_a, on_b = (format_ranks(sorted({shard.rank for shard in table.shards})) for table in (a, b))
-    return [] if on_a == on_b else [f"is on ranks {on_a} in {first}, {on_b} in {second}"]

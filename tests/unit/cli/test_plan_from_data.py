@@ -14,8 +14,10 @@ from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 from lightning_distrec.cli import main as cli
-from lightning_distrec.sharding.planning.costs import ShardUpdates
+from lightning_distrec.sharding.planning.constraints import TableConstraints
+from lightning_distrec.sharding.planning.costs import update_milliseconds
 from lightning_distrec.sharding.planning.report_pictures import cells
+from lightning_distrec.sharding.planning.table_options import TableOptions
 from lightning_distrec.sharding.sharding_groups import NodeLayout
 from tests.support.planned import planned_at_random
 
@@ -117,17 +119,11 @@ def test_data_is_read_only_where_that_is_asked_for_and_a_failure_is_told(
 
 
 def test_rows_that_repeat_make_updates_shorter() -> None:
-    every, tenth, almost_every = (
-        ShardUpdates(
-            kind="fused",
-            ids=5000.0,
-            bytes_per_element=4.0,
-            distinct_share=share,
-            on_gpu=False,
-            bytes_per_millisecond=1e6,
-        ).milliseconds([(10**6, 64)])[0]
-        for share in (1.0, 0.1, 0.999)
-    )
+    def milliseconds(share: float) -> float:
+        constraints = TableConstraints((), False, TableOptions(), bytes_per_element=4.0, distinct_share=share)
+        return float(update_milliseconds([(10**6, 64)], constraints, 5000.0, False, 1e6)[0])
+
+    every, tenth, almost_every = map(milliseconds, (1.0, 0.1, 0.999))
     assert tenth == pytest.approx(every / 10, rel=0.01)
     assert almost_every == pytest.approx(every, rel=0.01)
 

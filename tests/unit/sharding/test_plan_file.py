@@ -22,7 +22,7 @@ from lightning_distrec.sharding.planning.checks import plan_for_run
 from lightning_distrec.sharding.planning.constraints import TableConstraints
 from lightning_distrec.sharding.planning.plan_file import load_plan, plan_text, save_plan
 from lightning_distrec.sharding.planning.planner import make_plan
-from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan, differences
+from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.planning.table_options import PlanningOptions, TableOptions
 from lightning_distrec.sharding.sharders import SHARDING_TYPES
 from lightning_distrec.sharding.sharding_groups import NodeLayout
@@ -100,7 +100,7 @@ def test_any_plan_that_is_made_comes_back_as_it_was(
     tables = tables_of({f"täble {i}": size for i, size in enumerate(sizes)})
     plan = make(tables, layout, sharding_type)
     save_plan(file, plan)
-    assert differences(load_plan(file), plan) == []
+    assert plan_text(load_plan(file)) == plan_text(plan)
     devices = [torch.device("cpu")] * layout.num_ranks
     assert load_plan(file).for_torchrec(devices) == plan.for_torchrec(devices)
     repeated = ShardingPlan.from_torchrec(tables, plan.for_torchrec(devices), layout, "cpu")
@@ -258,9 +258,7 @@ def test_blocks_of_rows_that_torchrec_does_not_cut_and_columns_that_fbgemm_canno
         {"rank": 0, "offsets": [0, 0], "sizes": [20, 16]},
         {"rank": 1, "offsets": [20, 0], "sizes": [40, 16]},
     ]
-    with pytest.raises(
-        PlanError, match="row_wise shards 60 rows for 2 ranks into blocks of 30, and the last block is smaller"
-    ):
+    with pytest.raises(PlanError, match="row_wise shards 60 rows for 2 ranks into blocks of 30; the last is smaller"):
         loaded(uneven, tmp_path)
     narrow = json.loads(json.dumps(mixed))
     narrow["tables"]["ebc.films"]["shards"] = [
@@ -306,30 +304,6 @@ def test_a_folder_stands_for_the_plan_in_it_and_what_is_not_there_is_reported(
         load_plan(tmp_path)
     with pytest.raises(PlanError, match="is not a plan: embedded null byte"):
         load_plan("a\0b")
-
-
-def test_differences_name_ranks_tables_cuts_and_shards_that_have_moved(tmp_path: Path, mixed: dict[str, Any]) -> None:
-    a = loaded(mixed, tmp_path)
-    assert differences(a, a) == []
-    other = json.loads(json.dumps(mixed))
-    tables = other["tables"]
-    tables["ebc.user"] = tables.pop("ebc.users")
-    tables["ebc.days"]["shards"][0]["rank"] ^= 1
-    initial, final = (t["ebc.days"]["shards"][0]["rank"] for t in (mixed["tables"], tables))
-    tables["ebc.films"]["sharding_type"] = "table_wise"
-    tables["ebc.films"]["shards"] = [{"rank": 1, "offsets": [0, 0], "sizes": [37, 8]}]
-    b = loaded({**other, "ranks_per_node": 1}, tmp_path)
-    actual = differences(a, b, "a.json", "b.json")
-    ranks_by_table = sorted({shard["rank"] for shard in mixed["tables"]["ebc.films"]["shards"]})
-    ranks = ", ".join(map(str, ranks_by_table))
-    assert actual == [
-        "a.json is for 2 ranks per node, b.json for 1 rank per node",
-        "table 'ebc.users' is in a.json only; did you mean 'ebc.user'?",
-        "table 'ebc.user' is in b.json only; did you mean 'ebc.users'?",
-        "table 'ebc.films' is sharded column_wise in a.json, table_wise in b.json",
-        *([f"table 'ebc.films' is on ranks {ranks} in a.json, 1 in b.json"] if ranks_by_table != [1] else []),
-        f"table 'ebc.days' has rows 0-10 of columns 0-7 on rank {initial} in a.json, {final} in b.json",
-    ]
 
 
 def fit(content: Any, folder: Path, tables: list[Table], **extra: Any) -> ShardingPlan:

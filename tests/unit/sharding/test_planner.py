@@ -18,7 +18,7 @@ from torchrec.distributed.planner.types import Perf
 
 from lightning_distrec._compat.torchrec import silence_torchrec
 from lightning_distrec.errors import InfeasiblePlanError, PlanError
-from lightning_distrec.sharding.planning.constraints import torchrec_constraints
+from lightning_distrec.sharding.planning.constraints import torchrec_constraint
 from lightning_distrec.sharding.planning.partial_plan import MemoryBudget
 from lightning_distrec.sharding.planning.planner import budget_of, estimate_plan, make_plan
 from lightning_distrec.sharding.planning.sharding_options import estimated_options
@@ -43,7 +43,7 @@ def test_options_have_the_shards_and_lookups_of_torchrecs_enumerator(device: str
     every = {i: TableOptions(sharding_types=[kind], pooling_factor=3.0) for i, kind in enumerate(SHARDING_TYPES)}
     sizes = [(10_001, 256), (5_003, 128), (7_777, 512), (1_001, 128), (9_999, 384), (501, 16)]
     tables = table_set(sizes, 4, 2, 1.0, device=device, options=every)  # type: ignore[arg-type]
-    constraints = torchrec_constraints(tables.tables, tables.constraints)
+    constraints = {t.name: torchrec_constraint(t, tables.constraints[t.full_name]) for t in tables.tables}
     tree = nn.Module()
     tree.ebc = tables.tables[0].module
     with silence_torchrec():

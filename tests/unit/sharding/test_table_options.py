@@ -18,7 +18,7 @@ from lightning_distrec.errors import ConfigError, PlanError
 from lightning_distrec.sharding.planning.constraints import (
     TableConstraints,
     allowed_kernels,
-    torchrec_constraints,
+    torchrec_constraint,
 )
 from lightning_distrec.sharding.planning.planner import make_plan
 from lightning_distrec.sharding.planning.table_options import options_by_table, replicated_collections
@@ -187,11 +187,10 @@ def test_some_tables_of_an_embedding_collection_cannot_be_kept_whole() -> None:
 
 
 def test_what_was_given_and_counted_reaches_the_planner_feature_by_feature() -> None:
-    tables = two_of_one_name()[1:]
-    name = tables[0].full_name
+    table = two_of_one_name()[1]
 
     def constraint(**changes: Any) -> Any:
-        return torchrec_constraints(tables, {name: demand(**changes)})["t"]
+        return torchrec_constraint(table, demand(**changes))
 
     assert constraint().pooling_factors == [POOLING_FACTOR, POOLING_FACTOR]
     assert constraint(factors=(1.5, 4.0)).pooling_factors == [1.5, 4.0]
@@ -200,18 +199,12 @@ def test_what_was_given_and_counted_reaches_the_planner_feature_by_feature() -> 
     assert constraint(kernels=("fused", "fused_uvm")).compute_kernels == ["fused", "fused_uvm"]
 
 
-def test_tables_of_one_name_get_what_suits_both_or_an_error() -> None:
+def test_tables_of_one_name_are_planned_by_their_own_options() -> None:
     tables = two_of_one_name()
-
-    def both(first: TableConstraints, second: TableConstraints) -> Any:
-        return torchrec_constraints(tables, {"first.t": first, "second.t": second})["t"]
-
-    actual = both(demand(("fused", "fused_uvm"), pooling_factor=9.0), demand(("fused",)))
-    assert (actual.compute_kernels, actual.pooling_factors) == (["fused"], [9.0])
-    with pytest.raises(PlanError, match="table 'second.t': another table is called 't' too, and no kernel suits both"):
-        both(demand(("fused_uvm",)), demand(("fused",)))
-    with pytest.raises(PlanError, match="no cache suits both"):
-        both(demand(cache_load_factor=0.5), demand())
+    constraints = {"first.t": demand(("fused_uvm_caching",), cache_load_factor=0.25), "second.t": demand(("fused",))}
+    plan = make_plan(tables, constraints, topology_of(NodeLayout.from_node_sizes(2), "cuda", 1 << 30), 16)
+    kernels = {name: (table.compute_kernel, table.cache_load_factor) for name, table in plan.tables.items()}
+    assert kernels == {"first.t": ("fused_uvm_caching", 0.25), "second.t": ("fused", None)}
 
 
 def test_a_table_is_planned_with_the_kernel_and_the_cache_that_were_asked_for() -> None:

@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 from rich.console import Console
 
-from lightning_distrec.sharding.planning.costs import ShardUpdates, touched_rows
+from lightning_distrec.sharding.planning.constraints import TableConstraints
+from lightning_distrec.sharding.planning.costs import touched_rows, update_milliseconds
 from lightning_distrec.sharding.planning.planner import estimate_plan, make_plan
 from lightning_distrec.sharding.planning.report_text import print_plan
 from lightning_distrec.sharding.planning.sharding_plan import TIME_PARTS, ShardingPlan
@@ -32,8 +33,8 @@ def planned(tables: TableSet) -> ShardingPlan:
 
 
 def milliseconds(kind: str, per_element: float, rows: int, ids: float = 5000, on_gpu: bool = False) -> float:
-    updates = ShardUpdates(kind=kind, ids=ids, bytes_per_element=per_element, on_gpu=on_gpu, bytes_per_millisecond=13e6)
-    return float(updates.milliseconds([(rows, 64)])[0])
+    constraints = TableConstraints((), False, TableOptions(), update=kind, bytes_per_element=per_element)
+    return float(update_milliseconds([(rows, 64)], constraints, ids, on_gpu, 13e6)[0])
 
 
 def test_touched_rows_are_those_of_evenly_spread_ids() -> None:
