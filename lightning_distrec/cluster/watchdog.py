@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -15,36 +16,26 @@ from types import FrameType
 
 from torch.distributed import DistError
 
-from lightning_distrec.cluster.watchdog_hub import Settings
-from lightning_distrec.cluster.watchdog_monitor import COMMAND
+from lightning_distrec.cluster.watchdog_monitor import COMMAND, Settings
 from lightning_distrec.errors import RankError
 
 ANSWER_SECONDS = 3.0
 """How long a rank waits for the reason of a failed collective; after that, it gets all ranks' locations."""
 MAX_FAILURE_LENGTH = 500
-MAX_RESTARTS = 5
-"""A process that is killed more often than this is not started again."""
-NETWORK_ERRORS = (
-    "gloo",
-    "nccl",
-    "closed by peer",
-    "pair closure",
-    "connection reset",
-    "connection refused",
-    "broken pipe",
-    "timed out",
-    "failed to recv",
+MAX_STARTS = 6
+"""A process that was killed is started again, up to this number in all."""
+NETWORK_ERROR = re.compile(
+    "gloo|nccl|closed by peer|pair closure|connection reset|connection refused|broken pipe|timed out|failed to recv"
 )
 """Words in the plain RuntimeErrors that torch raises when another rank is gone or does not arrive."""
 # The last is this package, which an editable install keeps outside of site-packages.
 NOT_USER_CODE = ("site-packages", "dist-packages", str(Path(os.__file__).parent), str(Path(__file__).parents[1]))
 
+# What a user may not know whose ranks have parted ways.
 RULE = (
-    "All ranks must make the same calls: lookups of sharded tables are collective, as all_gather and "
-    "self.log(sync_dist=True) are, and must not be under a condition that differs between ranks, such as "
-    "trainer.is_global_zero."
+    "All ranks must make the same calls: lookups of sharded tables, all_gather and self.log(sync_dist=True) must not "
+    "be under a condition that differs between ranks, such as trainer.is_global_zero."
 )
-"""What a user may not know whose ranks have parted ways."""
 
 
 class Watchdog:
@@ -55,14 +46,13 @@ class Watchdog:
 
     def __init__(self, settings: Settings, listener: socket.socket | None) -> None:
         self._settings, self._listener = settings, listener
-        self._started = self._restarts = 0
         self._has_verdict = threading.Event()
         self._answer: dict[str, str] = {}
         self._progress: Callable[[], str] = str
         self._failure_location = ""
         self._main = threading.main_thread().ident or 0
-        self._state: dict[str, object] = {}
-        # Both the main thread and the one that receives write lines, and replace the process.
+        self._state: dict[str, object] = {"started": 0}
+        # Both the main thread and the one that receives write lines.
         self._sending = threading.Lock()
         self._process = self._start_process()
         threading.Thread(target=self._receive, name="watchdog", daemon=True).start()
@@ -83,12 +73,11 @@ class Watchdog:
     def start_run(self, progress: Callable[[], str]) -> None:
         """Report that a run starts. progress: returns how far the run is; called by another thread."""
         self._progress, self._failure_location = progress, ""
-        self._started += 1
-        self._send(started=self._started)
+        self._send(started=self._state["started"] + 1)  # type: ignore[operator]
 
     def end_run(self) -> None:
         """Report that the run has ended."""
-        self._send(ended=self._started)
+        self._send(ended=self._state["started"])
 
     def explain(self, failure: BaseException) -> RankError | None:
         """Report that the run has failed. Return why, if another rank is the cause; if not, the others are informed."""
@@ -97,10 +86,9 @@ class Watchdog:
         self._failure_location = find_location([*frames, *traceback.walk_stack(None)])
         reason = None
         if is_network_failure(failure):
-            # What an earlier survey brought is no answer to this question.
             self._answer = {}
             self._has_verdict.clear()
-            self._send(is_asking=True)
+            self._send(is_asking=True, location=self._failure_location)
             # Without a verdict this lasts its full time; `_answer` has the locations by then.
             self._has_verdict.wait(ANSWER_SECONDS)
             if answer := self._answer:
@@ -109,7 +97,7 @@ class Watchdog:
         # The hub names a rank with a failure of its own as the cause, and this one only follows from another's.
         is_repeated = reason is not None or isinstance(failure, RankError)
         text = "" if is_repeated else f"{type(failure).__name__}: {failure}"[:MAX_FAILURE_LENGTH]
-        self._send(failed=self._started, failure=text, is_asking=False)
+        self._send(failed=self._state["started"], failure=text, is_asking=False)
         return None if reason is None else RankError(reason)
 
     def leave(self, is_leaving: bool) -> None:
@@ -120,53 +108,40 @@ class Watchdog:
         """Stop watching; this process goes on."""
         self._send(is_closed=True)
 
-    def _send(self, is_answer: bool = False, **changes: object) -> None:
+    def _send(self, **changes: object) -> None:
         """Send the whole state: another process may have been started since."""
         with self._sending, contextlib.suppress(OSError, ValueError):  # a rank must not fail because its watchdog does
             self._state |= changes
-            line = json.dumps({**self._state, "is_answer": is_answer})
-            self._process.stdin.write(line.encode() + b"\n")  # type: ignore[union-attr]
+            self._process.stdin.write(json.dumps(self._state).encode() + b"\n")  # type: ignore[union-attr]
 
     def _receive(self) -> None:
-        while True:
-            for line in self._process.stdout:  # type: ignore[union-attr]
-                self._answer = json.loads(line)
-                if self._answer["verdict"]:
-                    self._has_verdict.set()
-                # By this thread: the main one may be stuck in a collective, which is what the hub wants to know.
-                self._send(is_answer=True, location=self._find_location(), progress=self._progress())
-            if not self._restart():
-                return
-
-    def _restart(self) -> bool:
-        """Start another process where this one was killed; return whether there is one.
+        """Answer each message with the rank's location, and start another process where one was killed.
 
         The others would take this rank for silent, and end the job. Rank 0's new process listens at the socket of the
         old one, where the others connect again.
         """
-        status = self._process.wait()
-        # It ended as requested, or along with the interpreter: neither is a reason for another one.
-        if self._state.get("is_closed") or sys.is_finalizing():
-            return False
-        self._restarts += 1
-        end = f"by signal {-status}" if status < 0 else f"with exit status {status}"
-        is_last = self._restarts > MAX_RESTARTS
-        reaction = "It is not watched any more" if is_last else "Another one is started"
-        rank = self._settings.rank
-        print(f"[rank: {rank}] The process that watches over this rank ended {end}. {reaction}.", flush=True)
-        if is_last:
-            return False
-        with self._sending:
+        for _ in range(MAX_STARTS):
+            for line in self._process.stdout:  # type: ignore[union-attr]
+                with contextlib.suppress(ValueError):  # a line that did not fit into the pipe
+                    self._answer = json.loads(line)
+                    if self._answer["verdict"]:
+                        self._has_verdict.set()
+                # By this thread: the main one may be stuck in a collective, which is what the hub wants to know.
+                self._send(location=self._find_location(), progress=self._progress())
+            status = self._process.wait()
+            # It ended as requested, or along with the interpreter: neither is a reason for another one.
+            if self._state.get("is_closed") or sys.is_finalizing():
+                return
+            end = f"The process that watches over this rank ended with status {status}"
+            print(f"[rank: {self._settings.rank}] {end}. Another one is started.", flush=True)
             self._process = self._start_process()
-        # The new process knows nothing, and this rank's next own report may be far off.
-        self._send()
-        return True
 
     def _find_location(self) -> str:
-        frames = sys._current_frames()  # noqa: SLF001  documented in spite of its name
-        running = find_location(traceback.walk_stack(frames[self._main])) if self._main in frames else ""
         # After a failure the main thread is in handlers of the exception, far from the line that failed.
-        return self._failure_location or running
+        if self._failure_location:
+            return self._failure_location
+        frames = sys._current_frames()  # noqa: SLF001  documented in spite of its name
+        return find_location(traceback.walk_stack(frames[self._main])) if self._main in frames else ""
 
 
 def is_network_failure(failure: BaseException) -> bool:
@@ -174,10 +149,9 @@ def is_network_failure(failure: BaseException) -> bool:
     # It is a RuntimeError with its reason already, whose text may hold some of these words.
     if isinstance(failure, RankError):
         return False
-    words = str(failure).lower()
-    return isinstance(failure, DistError | ConnectionError) or (
-        isinstance(failure, RuntimeError) and any(word in words for word in NETWORK_ERRORS)
-    )
+    if isinstance(failure, DistError | ConnectionError):
+        return True
+    return isinstance(failure, RuntimeError) and NETWORK_ERROR.search(str(failure).lower()) is not None
 
 
 def find_location(frames: Iterable[tuple[FrameType, int]]) -> str:

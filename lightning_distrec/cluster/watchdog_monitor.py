@@ -1,16 +1,14 @@
 """The program that watches over one rank: it sees it die or stop, and learns of the others from rank 0's process.
 
-COMMAND runs it without lightning_distrec, the user's paths and site-packages (-I, -S), so that it starts fast. It is a
-process and not a thread: a thread would stop with its rank, and would wait for the interpreter while a long call into C
-holds that.
+It is a process and not a thread, which would stop with its rank, and wait for the interpreter in a long call into C. It
+uses the standard library only, since it starts without site-packages.
 
 Each sends to rank 0's process what it knows of its rank, whenever that changes and at every tick; that one, the hub,
 answers with its verdict: which rank the others wait for without end, and why. Both are lines of JSON, and are sent in
 full each time, so that a lost connection is simply opened again. A rank that still waits for a dead one after
 GRACE_SECONDS is killed, since nothing else ends a call that waits for the network; a rank that got an exception ends by
 itself before that. It may hang on its way out, since freeing a GPU's memory and leaving a process group wait for
-collectives of ranks that are gone: a rank that is still leaving `silence_seconds` after another is known to be gone is
-killed too.
+collectives of ranks that are gone: a rank that is still leaving `silence_seconds` later is killed too.
 """
 
 import asyncio
@@ -20,121 +18,295 @@ import os
 import signal
 import socket
 import sys
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from .watchdog_hub import MAX_LINE_BYTES, TICK_SECONDS, Hub, HubMessage, RankState, Settings, encode_line, num_ticks
-
+TICK_SECONDS = 0.5
+"""How often each process sends its rank's state, and the hub its verdict."""
 # Longer than ANSWER_SECONDS in watchdog.py, for which a rank holds an exception back while its run counts as running.
 GRACE_SECONDS = 5.0
 LINGER_SECONDS = 10.0
 """How long the hub stays after its rank has ended, so that the others get its verdict."""
+# asyncio's default of 64 KiB might not hold the locations of all ranks of a large job.
+MAX_LINE_BYTES = 1 << 20
 COMMAND = [
+    # Without lightning_distrec, the user's paths and site-packages (-I, -S), so that it starts fast.
     *(sys.executable, "-I", "-S", "-c"),
-    "import sys; sys.path.append(sys.argv[1]); from cluster.watchdog_monitor import main; main(sys.argv[2])",
-    # The package's own folder: `cluster` is imported from there, and lightning_distrec/__init__.py is not run.
-    str(Path(__file__).resolve().parents[1]),
+    "import sys; sys.path.append(sys.argv[1]); from watchdog_monitor import main; main(sys.argv[2])",
+    str(Path(__file__).resolve().parent),
 ]
 """Followed by the settings as JSON."""
 
 
-class Monitor:
-    """Watches over one rank, whose stdin and stdout lead here: it sends its state, and receives answers."""
+@dataclass(frozen=True)
+class Settings:
+    """What a rank starts its process with."""
+
+    rank: int
+    pid: int
+    nodes: list[str]
+    """The node of each rank by name; empty where that is not known."""
+    host: str
+    port: int
+    """Port of the hub."""
+    listener: int | None
+    """File descriptor at which the hub listens; None for the other ranks' processes."""
+    token: str
+    silence_seconds: float
+    """A rank that is stopped or silent for this time is taken for lost."""
+
+    def name_ranks(self, *ranks: int) -> str:
+        """Return one rank by number and node, several by their numbers."""
+        if len(ranks) == 1:
+            return f"rank {ranks[0]} on {self.nodes[ranks[0]]}" if self.nodes else f"rank {ranks[0]}"
+        suffix = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+        return f"ranks {', '.join(map(str, ranks[:8]))}{suffix}"
+
+    def describe_silence(self, rank: int) -> str:
+        """Return the verdict on a rank that is not heard of."""
+        silence = f"{self.silence_seconds:g} s"
+        return f"{self.name_ranks(rank)} has been silent for {silence}: its machine or the network to it is down"
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What a process knows of its rank, and sends to the hub. Runs (fit, validate ...) are numbered from 1."""
+
+    rank: int
+    started: int = 0
+    """The last run that has started; `ended` and `failed`: the last that has."""
+    ended: int = 0
+    failed: int = 0
+    failure: str = ""
+    """Why it failed; empty if only because of another rank."""
+    is_gone: bool = False
+    is_closed: bool = False
+    """The rank is not watched any more, and goes on."""
+    is_stopped: bool = False
+    is_leaving: bool = False
+    """The rank's run has failed, and it gives up its shards and process groups, which may wait for other ranks."""
+    is_asking: bool = False
+    """A collective of the rank has failed, and it waits for the reason."""
+    killed_for: str = ""
+    """The verdict for which the process has killed its rank."""
+    location: str = field(default="", compare=False)
+    """Where it was, and how far its run, when a rank last asked. These may wait for a tick, and are not compared."""
+    progress: str = field(default="", compare=False)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the rank is in a run, where it may wait for others."""
+        return self.started > max(self.ended, self.failed) and not (self.is_gone or self.is_closed)
+
+    @property
+    def lingers(self) -> bool:
+        """Whether the rank is leaving, where it may wait for others too."""
+        return self.is_leaving and not (self.is_gone or self.is_closed)
+
+
+@dataclass(frozen=True)
+class HubMessage:
+    """What the hub sends to all."""
+
+    verdict: str = ""
+    """Which rank those that run wait for without end, and why; empty if there is none."""
+    verdict_for_leaving: str = ""
+    """Which rank is gone that those that are leaving may wait for."""
+    locations: str = ""
+    """Where the ranks are, if one of them is asking."""
+
+
+def encode_line(message: RankState | HubMessage) -> bytes:
+    """Return a message as it is sent."""
+    return json.dumps(asdict(message)).encode() + b"\n"
+
+
+class Hub:
+    """Receives the state of each rank, and sends its verdict to all, at every tick and whenever a state changes."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._hub = None if settings.listener is None else Hub(settings, self._log)
+        self._states: dict[int, RankState] = {}
+        self._writers: dict[int, asyncio.StreamWriter] = {}
+        # In ticks and not by the clock: a hub that was stopped itself must not take all others for silent.
+        self._ticks_silent = Counter[int]()
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether a rank is running or leaving, and may wait for another."""
+        return any(state.is_running or state.lingers for state in self._states.values())
+
+    async def receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Receive what a rank's process sends, as long as it is connected."""
+        rank = -1
+        with contextlib.suppress(OSError, ValueError, TypeError, asyncio.CancelledError):
+            # The token is a signature by the job's key: a stranger can neither report states nor read locations.
+            if (await reader.readline()).decode().strip() == self._settings.token:
+                async for line in reader:
+                    state = RankState(**json.loads(line))
+                    rank = state.rank
+                    earlier, self._states[rank] = self._states.get(rank), state
+                    self._writers[rank], self._ticks_silent[rank] = writer, 0
+                    if state != earlier:
+                        self._send()
+        # A process that was started again may have connected before its old connection is seen to end.
+        if self._writers.get(rank) is writer:
+            del self._writers[rank]
+        writer.close()
+
+    def tick(self) -> None:
+        """Send the verdict to all."""
+        self._ticks_silent.update(list(self._states))
+        self._send()
+
+    def _send(self) -> None:
+        states = self._states.values()
+        message = HubMessage(
+            next(self._verdicts([state for state in states if state.is_running]), ""),
+            next(self._verdicts([state for state in states if state.lingers]), ""),
+            self._list_locations() if any(state.is_asking for state in states) else "",
+        )
+        for writer in self._writers.values():
+            if not writer.is_closing():
+                # No drain: one process that does not read must not delay the verdict for the others.
+                writer.write(encode_line(message))
+
+    def _verdicts(self, waiting: list[RankState]) -> Iterator[str]:
+        """Yield which rank blocks those that may wait, and why; the cause before what followed from it.
+
+        waiting: ranks that are running, or that are leaving: those wait for ranks that are gone, and not for such as
+        have failed and are leaving too.
+        """
+        settings = self._settings
+        states = [state for _, state in sorted(self._states.items()) if not state.is_closed]
+        # First: a rank that its process has killed would look like one that died, and hide the cause.
+        for state in states:
+            if state.killed_for and any(other.started == state.started for other in waiting):
+                yield state.killed_for
+        # Before failures, which follow from ranks that cannot report.
+        for state in states:
+            # A rank that has ended the run may go: only one that others still wait for in a run blocks them.
+            if not any(other.started > max(state.ended, state.failed) for other in waiting if other is not state):
+                continue
+            if state.is_gone:
+                yield f"{settings.name_ranks(state.rank)} has died: its process is gone (killed, or out of memory?)"
+            elif state.is_stopped:
+                name, limit = settings.name_ranks(state.rank), settings.silence_seconds
+                yield f"{name} has been stopped for {limit:g} s (by SIGSTOP, or a scheduler)"
+            elif self._ticks_silent[state.rank] * TICK_SECONDS > settings.silence_seconds:
+                yield settings.describe_silence(state.rank)
+        for state in states:
+            held_up = [other for other in waiting if other.is_running or state.is_gone]
+            if state.failure and any(other.started == state.failed for other in held_up):
+                yield f"{settings.name_ranks(state.rank)} failed: {state.failure}"
+
+    def _list_locations(self) -> str:
+        """Return where the ranks are, grouped by location."""
+        ranks_at: dict[str, list[int]] = {}
+        for rank, state in sorted(self._states.items()):
+            if state.is_gone or rank not in self._writers:
+                location = "its process is gone, or the connection to it"
+            elif state.ended == state.started:
+                location = "has ended its run"
+            else:
+                location = f"{state.progress}, {state.location}" if state.location else "does not answer"
+            ranks_at.setdefault(location, []).append(rank)
+        return "; ".join(f"{self._settings.name_ranks(*ranks)}: {location}" for location, ranks in ranks_at.items())
+
+
+class Monitor:
+    """Watches over one rank, whose stdin and stdout lead here: it sends its state, and receives what the hub sends."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._hub = Hub(settings)
         self._state = RankState(settings.rank)
         self._from_hub = HubMessage()
         self._writer: asyncio.StreamWriter | None = None
-        self._input = b""
-        self._awaits_rank = False
-        self._ticks_silent = self._ticks_stopped = self._ticks_blocked = self._ticks_leaving = 0
+        self._ticks = Counter[str]()
 
     async def run(self) -> None:
         """Watch until the rank ends."""
-        if self._hub is not None:
-            await self._hub.open(socket.socket(fileno=self._settings.listener))
-        # A reader is called when there is something, of unknown length: reading must never stop the ticks.
-        os.set_blocking(0, False)
-        loop = asyncio.get_running_loop()
-        loop.add_reader(0, self._read)
-        if hasattr(os, "pidfd_open"):
-            # Where the kernel or a sandbox refuses it, `_tick` sees the rank's end, at most a tick later.
-            with contextlib.suppress(OSError):
-                pidfd = os.pidfd_open(self._settings.pid)
-                loop.add_reader(pidfd, self._rank_is_gone, pidfd)
-        connection = asyncio.create_task(self._connect(self._settings.host, self._settings.port))
+        if (descriptor := self._settings.listener) is not None:
+            listener = socket.socket(fileno=descriptor)
+            await asyncio.start_server(self._hub.receive, sock=listener, limit=MAX_LINE_BYTES)
+        # asyncio holds tasks weakly.
+        tasks = [asyncio.create_task(task) for task in (self._receive_from_rank(), self._receive_from_hub())]
         while not (self._state.is_gone or self._state.is_closed):
             await asyncio.sleep(TICK_SECONDS)
             self._tick()
         # The hub outlives its rank for a while, as the others learn from it alone that the rank is gone.
-        for _ in range(num_ticks(LINGER_SECONDS)):
-            if self._hub is None or not self._hub.is_needed:
-                break
-            await asyncio.sleep(TICK_SECONDS)
-            self._hub.tick()
+        for _ in range(round(LINGER_SECONDS / TICK_SECONDS)):
+            if self._hub.is_needed:
+                await asyncio.sleep(TICK_SECONDS)
+                self._hub.tick()
+        for task in tasks:
+            task.cancel()
         if self._writer is not None:
+            self._writer.close()
             with contextlib.suppress(OSError):
-                await self._writer.drain()
-                self._writer.close()
                 await self._writer.wait_closed()
-        connection.cancel()
 
     def _tick(self) -> None:
         limit = self._settings.silence_seconds
-        self._ticks_silent += 1
-        # Where there is no pidfd: the parent's death makes this process somebody else's child.
+        # The parent's death makes this process somebody else's child.
         if os.getppid() != self._settings.pid:
-            self._rank_is_gone()
+            self._change(is_gone=True)
         # A debugger or a scheduler may stop a rank for a moment, which is no failure.
-        self._ticks_stopped = self._ticks_stopped + 1 if _is_stopped(self._settings.pid) else 0
-        self._change(is_stopped=self._ticks_stopped * TICK_SECONDS > limit)
+        self._change(is_stopped=self._has_lasted("stopped", _is_stopped(self._settings.pid), limit))
         self._send()
-        if self._hub is not None:
-            self._hub.tick()
-        self._answer_rank()
-        verdict, silence = self._find_verdict(), self._find_silence_of_hub()
-        self._ticks_blocked = self._ticks_blocked + 1 if verdict and self._state.is_running else 0
-        if self._ticks_blocked * TICK_SECONDS > GRACE_SECONDS:
+        self._hub.tick()
+        # A hub that was never connected cannot be missed; the rendezvous has its own timeout.
+        is_silent = self._has_lasted("silent", self._writer is not None, limit)
+        silence = self._settings.describe_silence(0) if is_silent else ""
+        verdict, reason = silence or self._from_hub.verdict, self._from_hub.verdict_for_leaving or silence
+        if self._state.is_asking or self._from_hub.locations:
+            with contextlib.suppress(OSError):  # the rank is gone, or in a long call and reads nothing
+                os.write(1, encode_line(replace(self._from_hub, verdict=verdict)))
+        if self._has_lasted("blocked", bool(verdict) and self._state.is_running, GRACE_SECONDS):
             self._kill(verdict, "and this rank would wait forever")
-        reason = self._from_hub.verdict_for_leaving or silence
-        self._ticks_leaving = self._ticks_leaving + 1 if reason and self._state.lingers else 0
-        if self._ticks_leaving * TICK_SECONDS > limit:
+        if self._has_lasted("leaving", bool(reason) and self._state.lingers, limit):
             self._kill(reason, f"and this rank, whose run has failed, has not ended its teardown within {limit:g} s")
+
+    def _has_lasted(self, condition: str, holds: bool, seconds: float) -> bool:
+        """Whether a condition has held at every tick for longer than a time."""
+        self._ticks[condition] = self._ticks[condition] + 1 if holds else 0
+        return self._ticks[condition] * TICK_SECONDS > seconds
 
     def _kill(self, verdict: str, consequence: str) -> None:
         # Before the kill, which the hub would take for the cause.
         self._change(killed_for=verdict)
-        self._log(f"Terminating this rank: {verdict}, {consequence}.")
+        with contextlib.suppress(OSError):
+            line = f"[rank: {self._settings.rank}] Terminating this rank: {verdict}, {consequence}.\n"
+            os.write(2, line.encode())
         with contextlib.suppress(ProcessLookupError):
             # No gentler signal: a handler of Python's would wait for the call that hangs.
             os.kill(self._settings.pid, signal.SIGKILL)
 
-    def _find_verdict(self) -> str:
-        return self._find_silence_of_hub() or self._from_hub.verdict
-
-    def _find_silence_of_hub(self) -> str:
-        silence = self._settings.silence_seconds
-        # A hub that was never connected cannot be missed; the rendezvous has its own timeout.
-        if self._writer is None or self._ticks_silent * TICK_SECONDS <= silence:
-            return ""
-        name = self._settings.name_ranks(0)
-        return f"{name} has been silent for {silence:g} s: its machine or the network to it is down"
-
-    async def _connect(self, host: str, port: int) -> None:
+    async def _receive_from_hub(self) -> None:
         """Keep a connection to the hub, and receive its messages."""
         while True:
             with contextlib.suppress(OSError, ValueError):
-                reader, self._writer = await asyncio.open_connection(host, port, limit=MAX_LINE_BYTES)
+                address = self._settings.host, self._settings.port
+                reader, self._writer = await asyncio.open_connection(*address, limit=MAX_LINE_BYTES)
                 self._writer.write(f"{self._settings.token}\n".encode())
                 # Another connection may mean another hub, which knows nothing of this rank.
                 self._send()
                 async for line in reader:
                     self._from_hub = HubMessage(**json.loads(line))
-                    self._ticks_silent = 0
-                    self._answer_rank()
+                    self._ticks["silent"] = 0
             await asyncio.sleep(TICK_SECONDS)
+
+    async def _receive_from_rank(self) -> None:
+        """Receive the rank's state, as far as the rank knows it, until the rank ends."""
+        reader = asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
+        async for line in reader:
+            with contextlib.suppress(ValueError):  # a line that did not fit into the pipe; the next one has all
+                self._change(**json.loads(line))
 
     def _send(self) -> None:
         if self._writer is not None and not self._writer.is_closing():
@@ -144,45 +316,6 @@ class Monitor:
         earlier, self._state = self._state, replace(self._state, **changes)  # type: ignore[arg-type]
         if self._state != earlier:
             self._send()
-
-    def _rank_is_gone(self, pidfd: int | None = None) -> None:
-        if pidfd is not None:
-            asyncio.get_running_loop().remove_reader(pidfd)
-        self._change(is_gone=True)
-
-    def _read(self) -> None:
-        """Receive what the rank sends: its state, as far as the rank knows it."""
-        try:
-            received = os.read(0, 1 << 16)
-        except BlockingIOError:
-            return
-        if not received:
-            asyncio.get_running_loop().remove_reader(0)  # the rank is ending
-            return
-        *lines, self._input = (self._input + received).split(b"\n")
-        for line in lines:
-            changes = json.loads(line)
-            # For this process alone, and no field of the state.
-            if changes.pop("is_answer"):
-                self._awaits_rank = False
-            self._change(**changes)
-        if self._from_hub.is_survey:
-            self._send()  # the location, which is no change
-
-    def _answer_rank(self) -> None:
-        """Send the rank the reason if it is asking, and get its location in a survey.
-
-        One message at a time: a rank that is in a long call does not read, and writing to a full pipe would block.
-        """
-        if (self._state.is_asking or self._from_hub.is_survey) and not self._awaits_rank:
-            self._awaits_rank = True
-            message = {"verdict": self._find_verdict(), "locations": self._from_hub.locations}
-            with contextlib.suppress(OSError):  # the rank may be gone
-                os.write(1, json.dumps(message).encode() + b"\n")
-
-    def _log(self, line: str) -> None:
-        with contextlib.suppress(OSError):
-            os.write(2, f"[rank: {self._settings.rank}] {line}\n".encode())
 
 
 def _is_stopped(pid: int) -> bool:
@@ -196,4 +329,5 @@ def main(settings: str) -> None:
     """Watch over a rank. settings: as JSON."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
         signal.signal(ignored, signal.SIG_IGN)  # they are meant for the rank, with which this process ends
+    os.set_blocking(1, False)  # a rank that does not read must never stop the ticks
     asyncio.run(Monitor(Settings(**json.loads(settings))).run())

@@ -26,9 +26,8 @@ from lightning_distrec.cluster.consensus import forget_consensus
 from lightning_distrec.cluster.introduction import LOOPBACK, listen_at
 from lightning_distrec.cluster.rendezvous import MeetingPoint
 from lightning_distrec.cluster.watchdog import Watchdog
-from lightning_distrec.cluster.watchdog_hub import Settings
+from lightning_distrec.cluster.watchdog_monitor import Settings
 
-STALL_SECONDS = 60.0
 FAREWELL_SECONDS = 10.0
 FAREWELL = "farewell"
 
@@ -63,7 +62,7 @@ class ProcessRuns:
             host, port = listener.getsockname()[:2]
             host = LOOPBACK if host in ("0.0.0.0", "::") else host  # all interfaces
         descriptor = None if listener is None else listener.fileno()
-        settings = Settings(rank, os.getpid(), nodes, host, port, descriptor, token, silence_seconds, STALL_SECONDS)
+        settings = Settings(rank, os.getpid(), nodes, host, port, descriptor, token, silence_seconds)
         self.watchdog = Watchdog(settings, listener)
         # The run began before the rendezvous, when there was no watchdog to report it to.
         self._start_run()

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import socket
 import sys
 import traceback
 from dataclasses import asdict, replace
@@ -12,19 +11,17 @@ import pytest
 from torch.distributed import DistNetworkError
 
 from lightning_distrec.cluster.watchdog import find_location, is_network_failure
-from lightning_distrec.cluster.watchdog_hub import TICK_SECONDS, Hub, HubMessage, RankState, Settings
+from lightning_distrec.cluster.watchdog_monitor import TICK_SECONDS, Hub, HubMessage, RankState, Settings
 from lightning_distrec.errors import RankError
 
-SETTINGS = Settings(0, 1, ["a", "a", "b"], "127.0.0.1", 0, None, "a secret", 3.0, 20.0)
+SETTINGS = Settings(0, 1, ["a", "a", "b"], "127.0.0.1", 0, None, "a secret", 3.0)
 RUNS = [RankState(rank, started=1, location="x.py:1", progress="batch 1") for rank in range(3)]
 
 
-async def _receive(states: list[RankState], num_ticks: int, token: str) -> tuple[HubMessage, list[str]]:
-    lines: list[str] = []
-    hub = Hub(SETTINGS, lines.append)
-    listener = socket.create_server(("127.0.0.1", 0))
-    await hub.open(listener)
-    port = listener.getsockname()[1]
+async def _receive(states: list[RankState], num_ticks: int, token: str) -> HubMessage:
+    hub = Hub(SETTINGS)
+    server = await asyncio.start_server(hub.receive, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
     connections = [await asyncio.open_connection("127.0.0.1", port) for _ in states]
     for (_, writer), state in zip(connections, states, strict=True):
         writer.write(f"{token}\n{json.dumps(asdict(state))}\n".encode())
@@ -42,7 +39,7 @@ async def _receive(states: list[RankState], num_ticks: int, token: str) -> tuple
     for _, writer in connections:
         writer.close()
         await writer.wait_closed()
-    return HubMessage(**json.loads(received.splitlines()[-1])) if received else HubMessage(), lines
+    return HubMessage(**json.loads(received.splitlines()[-1])) if received else HubMessage()
 
 
 async def _at_once(reader: asyncio.StreamReader) -> bytes:
@@ -52,7 +49,7 @@ async def _at_once(reader: asyncio.StreamReader) -> bytes:
 
 
 def _verdict(*states: RankState, num_ticks: int = 1) -> str:
-    return asyncio.run(_receive(list(states), num_ticks, SETTINGS.token))[0].verdict
+    return asyncio.run(_receive(list(states), num_ticks, SETTINGS.token)).verdict
 
 
 ENDED = [replace(state, ended=1) for state in RUNS]
@@ -118,7 +115,7 @@ CASES_OF_LEAVING = {
 @pytest.mark.parametrize("case", CASES_OF_LEAVING)
 def test_who_holds_ranks_up_that_are_leaving(case: str) -> None:
     states, expected = CASES_OF_LEAVING[case]
-    message = asyncio.run(_receive(list(states), 1, SETTINGS.token))[0]
+    message = asyncio.run(_receive(list(states), 1, SETTINGS.token))
     assert message.verdict_for_leaving.startswith(expected)
     assert bool(message.verdict_for_leaving) == bool(expected)
     assert message.verdict == "", "none of them is running"
@@ -139,19 +136,16 @@ def test_who_is_silent_for_longer_than_the_limit_holds_the_others_up() -> None:
     assert _verdict(*states, num_ticks=limit + 2).startswith("rank 2 on b has been silent for 3 s")
 
 
-def test_where_ranks_are_is_reported_when_none_gets_on_and_they_differ() -> None:
-    num_ticks = round(2.5 * SETTINGS.stall_seconds / TICK_SECONDS)
-    parted = [*RUNS[:2], replace(RUNS[2], location="y.py:7 in f (all_reduce)")]
-    _, lines = asyncio.run(_receive(parted, num_ticks, SETTINGS.token))
-    assert lines == [
-        "No rank has made progress for 20 s. Where they are: ranks 0, 1: batch 1, x.py:1; "
-        "rank 2 on b: batch 1, y.py:7 in f (all_reduce)."
-    ], "once, and not again before the time has doubled"
-    assert asyncio.run(_receive(RUNS, num_ticks, SETTINGS.token))[1] == [], "all are in the same long call"
+def test_where_ranks_are_is_told_when_one_asks() -> None:
+    parted = [replace(RUNS[0], is_asking=True), RUNS[1], replace(RUNS[2], location="y.py:7 in f (all_reduce)")]
+    assert asyncio.run(_receive(parted, 1, SETTINGS.token)).locations == (
+        "ranks 0, 1: batch 1, x.py:1; rank 2 on b: batch 1, y.py:7 in f (all_reduce)"
+    )
+    assert asyncio.run(_receive(RUNS, 1, SETTINGS.token)).locations == ""
 
 
 def test_a_stranger_is_not_listened_to() -> None:
-    message, _ = asyncio.run(_receive([replace(RUNS[0], is_gone=True), RUNS[1]], 1, "another secret"))
+    message = asyncio.run(_receive([replace(RUNS[0], is_gone=True), RUNS[1]], 1, "another secret"))
     assert message == HubMessage()
 
 
