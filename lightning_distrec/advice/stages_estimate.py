@@ -48,7 +48,7 @@ def estimate_stages(
     if job.num_ranks < 2:
         return Estimate(strategy=PIPELINE, refused="one rank is no pipeline: use at least 2"), []
     try:
-        layout = _layout(_copied(module), options, job, settings, profile)
+        layout = _layout(_copied(module), options, job, settings)
         _check_order(layout.chain, profile)
     except DistRecError as error:
         return Estimate(strategy=PIPELINE, refused=str(error)), []
@@ -79,9 +79,7 @@ def _copied(module: LightningModule) -> LightningModule:
         return module
 
 
-def _layout(
-    module: LightningModule, options: StageOptions, job: Job, settings: Any, profile: StepProfile
-) -> StageLayout:
+def _layout(module: LightningModule, options: StageOptions, job: Job, settings: Any) -> StageLayout:
     """Return where the module is split: over all ranks, or as many stages as its blocks are enough for.
 
     Raises DistRecError: pipeline_parallel would refuse the module, or its optimizers.
@@ -90,10 +88,7 @@ def _layout(
     trainer: Any = SimpleNamespace(precision=job.precision, callbacks=settings.callbacks)
     refuse_run(trainer, module)
     refuse_sharded(module, PIPELINE)
-    times = None
-    if options.split == "time" and (measured := profile.times.chain_times(find_chain(module, options.chain).paths)):
-        times = measured.forward_nanoseconds
-    layout = split_chain(module, options, _num_stages(module, options, job), times)
+    layout = split_chain(module, options, _num_stages(module, options, job))
     try:
         optimizers = configured_optimizers(module)
     except Exception:  # it needs a Trainer: `measure_module` has noted why

@@ -16,11 +16,9 @@ from lightning_distrec import spans
 from lightning_distrec._compat.lightning import set_device_and_mesh
 from lightning_distrec.errors import DistRecError
 from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded
-from lightning_distrec.strategies.run.checkpoint_hooks import check_call, rows_of
 from lightning_distrec.strategies.run.precision import clip_over_all_ranks
 from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
-from lightning_distrec.strategies.stages.block_timing import measure_blocks
 from lightning_distrec.strategies.stages.chain import refuse_optimizers, refuse_run
 from lightning_distrec.strategies.stages.idle_time import StageTimes, idle_share
 from lightning_distrec.strategies.stages.pipelined_module import PipelinedModule, StepCall
@@ -67,9 +65,8 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
         stages_per_rank: stages that each rank computes, with "interleaved_1f1b".
         chain: path of the nn.Sequential or nn.ModuleList that forward goes through in order. "auto": the one with
             the most parameters.
-        split: where stages begin. "parameters": so that the largest stage has as few parameters as possible; "time": so
-            that the slowest stage is as fast as possible, by forwards of the first batch on rank 0; or a list of the
-            paths of blocks, of all stages but the first.
+        split: where stages begin. "parameters": so that the largest stage has as few parameters as possible; or a list
+            of the paths of blocks, of all stages but the first.
         first_stage: paths outside of the chain whose parameters the first stage has, apart from those that are
             registered before the chain.
         last_stage: the same for the last stage, apart from those that are registered after the chain.
@@ -139,8 +136,7 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
         refuse_run(trainer, module)
         # Before the split, which counts bytes and sends weights in the precision's type.
         self.precision_plugin.convert_module(module)
-        times = partial(measure_blocks, trainer, module, self._stage_options.chain, self.root_device, consensus)
-        layout = split_module(module, self._stage_options, ranks, self.root_device, consensus, times)
+        layout = split_module(module, self._stage_options, ranks, self.root_device, consensus)
         set_device_and_mesh(module, self.root_device, None)
         context = self.precision_plugin.forward_context
         chain = StagedChain(layout, ranks, self._stage_options.schedule, self.root_device, context)
@@ -167,20 +163,9 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
             return run.steps.training_step(self._step_call("training_step", *args))
 
     @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self._evaluate("validation_step", *args)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self._evaluate("test_step", *args)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self._evaluate("predict_step", *args)
-
-    def _evaluate(self, name: str, batch: Any, *indices: Any) -> Any:
+    def evaluate(self, step: str, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         with self.run.evaluation_step():
-            return self.run.steps.evaluation_step(self._step_call(name, batch, *indices))
+            return self.run.steps.evaluation_step(self._step_call(step, *args))  # type: ignore[no-any-return]
 
     def _step_call(self, name: str, batch: Any, *indices: Any) -> StepCall:
         def step(*args: Any) -> Any:
@@ -224,16 +209,11 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
         return state if self._session is None else self.session.checkpoints.full_state(state)
 
     @override
-    def full_parameter(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
-        parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        # Compared on all ranks first: gathering the stages' chunks below is collective.
-        check_call(name, rows, parameters, self.session.consensus)
-        state: dict[str, Any] = {name: parameters[name].detach()}
-        layout = layout_of(self.module)
-        state = state if layout is None else chunked_state(state, layout, self.ranks)
-        full: Tensor = self.session.checkpoints.full_state(state, everywhere=True)[name]
-        first, last = rows_of(name, rows, full.shape[0] if full.dim() else 1)
-        return full[first:last].clone() if full.dim() else full.clone()
+    def gather_parameter(self, name: str, parameter: Tensor) -> Tensor:
+        if (layout := layout_of(self.module)) is None:
+            return parameter
+        state = chunked_state({name: parameter}, layout, self.ranks)
+        return self.session.checkpoints.full_state(state, everywhere=True)[name]  # type: ignore[no-any-return]
 
     @override
     def put_weights_back(self, full: dict[str, Tensor]) -> None:

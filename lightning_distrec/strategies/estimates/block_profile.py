@@ -105,20 +105,11 @@ class ChainTimes:
     tail_backward: float
     """Its backward."""
 
-    @property
-    def forward_nanoseconds(self) -> list[int]:
-        """Of each block: the first with what comes before the chain, the last with what comes after it."""
-        times = [int(1e9 * seconds) for seconds in self.forward]
-        times[0] += int(1e9 * self.head)
-        times[-1] += int(1e9 * self.tail)
-        return times
-
 
 class StepTimes:
     """The times of a few steps."""
 
-    def __init__(self, learns: bool = True) -> None:
-        self.learns = learns
+    def __init__(self) -> None:
         self.rounds: list[BlockMoments] = []
 
     def chain_times(self, paths: Sequence[str]) -> ChainTimes | None:
@@ -138,8 +129,7 @@ class StepTimes:
         )
 
     def _round_times(self, moments: BlockMoments, paths: Sequence[str]) -> list[float] | None:
-        # Without a backward all its times come out as 0: each begins and ends at the end of forward.
-        gradient = moments.gradient if self.learns else dict.fromkeys(paths, moments.end)
+        gradient = moments.gradient
         if any(path not in moments.leave or path not in gradient for path in paths):
             return None
         ends = [moments.end, *(gradient[path] for path in paths[:-1])]  # where backward of the block before begins
@@ -152,12 +142,10 @@ class StepTimes:
         ]
 
 
-def time_steps(
-    module: LightningModule, blocks: Mapping[str, nn.Module], forward: Callable[[], Any], learns: bool = True
-) -> StepTimes:
+def time_steps(module: LightningModule, blocks: Mapping[str, nn.Module], forward: Callable[[], Any]) -> StepTimes:
     """Run a training step a few times, and return when its blocks begin and end; a GPU is waited for each time.
 
-    blocks: by path. forward: returns the loss, or a dict with it. learns: whether there is a backward.
+    blocks: by path. forward: returns the loss, or a dict with it.
     """
 
     def read_clock() -> float:
@@ -166,23 +154,21 @@ def time_steps(
             torch.cuda.synchronize(module.device)
         return time.perf_counter()
 
-    times = StepTimes(learns)
+    times = StepTimes()
     start = time.perf_counter()
     for number in range(MAX_ROUNDS):
         moments = BlockMoments()
         # Each round does the same: gradients are written, not added to those of the round before.
-        if learns:
-            module.zero_grad(set_to_none=True)
+        module.zero_grad(set_to_none=True)
         with _watch_moments(blocks, moments, read_clock):
             moments.begin = read_clock()
             result = forward()
             moments.loss = moments.end = read_clock()
-            if learns:
-                loss = result["loss"] if isinstance(result, dict) else result
-                if not isinstance(loss, Tensor):
-                    return times
-                loss.backward()
-                moments.end = read_clock()
+            loss = result["loss"] if isinstance(result, dict) else result
+            if not isinstance(loss, Tensor):
+                return times
+            loss.backward()
+            moments.end = read_clock()
         is_late = time.perf_counter() - start > MAX_SECONDS
         # The first round warms up. It counts where it was too slow for a second one.
         if number or is_late:

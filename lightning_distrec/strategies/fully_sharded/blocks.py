@@ -95,16 +95,20 @@ def log_replicated(replicated: dict[str, nn.Parameter]) -> None:
         )
 
 
+def refuse_lazy(module: nn.Module) -> None:
+    """Raise ConfigError: a parameter has no shape yet."""
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise ConfigError(
+                f"'{name}' has no shape before the first forward (a lazy module). Run one batch through the module "
+                "before fit, in configure_model for example, or give the layer its size."
+            )
+
+
 def refuse_module(module: nn.Module) -> None:
     """Raise ConfigError: a parameter has no shape yet. Raise UnsupportedError: gradients are sparse."""
-    lazy = [name for name, parameter in module.named_parameters() if isinstance(parameter, UninitializedParameter)]
-    if lazy:
-        raise ConfigError(
-            f"'{lazy[0]}' has no shape before the first forward (a lazy module). Run one batch through the module "
-            "before fit, in configure_model for example, or give the layer its size."
-        )
-    sparse = list(sparse_weights(module).values())
-    if sparse:
+    refuse_lazy(module)
+    if sparse := list(sparse_weights(module).values()):
         raise UnsupportedError(
             f"'{sparse[0]}' has sparse gradients, which FSDP2 does not reduce. Use strategy='torchrec_sharded', which "
             "shards it and updates only the rows that were looked up, or sparse=False for it."

@@ -25,7 +25,7 @@ from lightning_distrec._compat.torch_distributed import (
     undo_fully_shard,
     without_fully_shard,
 )
-from lightning_distrec.strategies.fully_sharded.shards import drop_unfinished_step
+from lightning_distrec.strategies.fully_sharded.shards import drop_unfinished_step, full_or_meta, swap_parameters
 from lightning_distrec.unpicklable import refuse_module, refuse_pickling
 
 GUARDS = ("__reduce_ex__", "__prepare_scriptable__")
@@ -141,16 +141,7 @@ def unshard_module(module: nn.Module, full: Mapping[str, Tensor]) -> None:
     full: the full parameters by name, on the host; others are without values, on the meta device.
     """
     drop_unfinished_step(module)
-    replacements: dict[int, nn.Parameter] = {}  # a parameter that modules share stays shared
-    for path, submodule in module.named_modules(remove_duplicate=False):
-        for name, parameter in list(submodule.named_parameters(recurse=False)):
-            if isinstance(parameter, DTensor):
-                if id(parameter) not in replacements:
-                    value = full.get(f"{path}.{name}" if path else name)
-                    if value is None:
-                        value = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-                    replacements[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
-                setattr(submodule, name, replacements[id(parameter)])
+    swap_parameters(module, lambda name, p: full_or_meta(full, name, p) if isinstance(p, DTensor) else None)
     users_steps = {name: step for name in STEPS if (step := _users_step(module, name)) is not None}
     is_sharded = isinstance(module, FSDPModule)
     for submodule in list(module.modules()) if is_sharded else []:

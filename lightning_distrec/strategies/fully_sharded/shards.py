@@ -80,15 +80,40 @@ def refuse_optimizers(optimizers: Sequence[Optimizer], module: nn.Module) -> Non
     ConfigError: they hold parameters of before sharding. UnsupportedError: see refuse_inexact_optimizers.
     """
     refuse_inexact_optimizers(optimizers)
+    refuse_stale(optimizers, module, ConfigError)
+
+
+def refuse_stale(optimizers: Sequence[Optimizer], module: nn.Module, error: type[Exception]) -> None:
+    """Raise `error`: an optimizer holds parameters that set-up has replaced, and would update no module."""
     current = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
         for i, group in enumerate(optimizer.param_groups):
             if stale := [tuple(p.shape) for p in group["params"] if id(p) not in current]:
-                raise ConfigError(
+                raise error(
                     f"configure_optimizers gave {type(optimizer).__name__}, param group {i}, a parameter of shape "
-                    f"{stale[0]} that is not in the module. Sharding replaces the module's parameters: take them from "
+                    f"{stale[0]} that is not in the module, whose parameters are replaced in set-up. Take them from "
                     "self.parameters() in configure_optimizers, not from a list that was made before."
                 )
+
+
+def swap_parameters(module: nn.Module, make: Callable[[str, nn.Parameter], nn.Parameter | None]) -> None:
+    """Put what `make` returns for a name and its parameter in its place; None: leave it. Shared ones stay shared."""
+    # With the earlier parameters, so that none is freed: a new one could have its id.
+    swapped: dict[int, tuple[nn.Parameter, nn.Parameter | None]] = {}
+    for path, submodule in module.named_modules():
+        for name, parameter in list(submodule.named_parameters(path, recurse=False, remove_duplicate=False)):
+            if id(parameter) not in swapped:
+                swapped[id(parameter)] = parameter, make(name, parameter)
+            if (new := swapped[id(parameter)][1]) is not None:
+                setattr(submodule, name.rpartition(".")[2], new)
+
+
+def full_or_meta(full: Mapping[str, Tensor], name: str, parameter: nn.Parameter) -> nn.Parameter:
+    """Return a plain parameter with the value of this name, or without values on the meta device."""
+    value = full.get(name)
+    if value is None:
+        value = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    return nn.Parameter(value, parameter.requires_grad)
 
 
 def replace_parameters(

@@ -6,7 +6,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -32,6 +32,8 @@ class CheckpointHooks(DDPStrategy):
     """
 
     restore_checkpoint_after_setup = True  # type: ignore[assignment]  # a property in Lightning, which never changes
+    num_local_ranks = 1
+    """Ranks on this node, once the ranks have met."""
     _session: Session | None = None
 
     @property
@@ -99,6 +101,26 @@ class CheckpointHooks(DDPStrategy):
         if self._session is None:
             return super().lightning_module_state_dict()
         return self.session.checkpoints.full_state(super().lightning_module_state_dict())
+
+    def full_parameter(self, name: str, rows: Rows = None) -> Tensor:
+        """Collective. Return a copy of a parameter in full, on the host of every rank, in a run and after it.
+
+        name: its name in the module, "item_embedding.weight", or a table's. rows: the first one, and the one after the
+        last; None: all. Raises ConfigError: there is no such parameter, or the ranks ask for different ones;
+        ShardingError: a host has not enough memory. Both on every rank.
+        """
+        ranks, parameters = self.session.consensus, dict(self.module.named_parameters(remove_duplicate=False))
+        check_call(name, rows, parameters, ranks)
+        parameter = parameters[name]
+        first, last = rows_of(name, rows, parameter.shape[0] if parameter.dim() else 1)
+        # Before the gather: a rank that runs out of memory in it would leave the others waiting.
+        check_memory(name, parameter.nbytes, self.num_local_ranks, ranks)
+        full = self.gather_parameter(name, parameter).detach()
+        return (full[first:last] if full.dim() else full).cpu().clone()
+
+    def gather_parameter(self, name: str, parameter: Tensor) -> Tensor:
+        """Collective. Return a parameter in full."""
+        return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
     def unshard(self, rank_0_only: bool = False) -> LightningModule | None:
         """Collective, after a run. Turn the module back into an ordinary one with full weights, on the host; return it.
@@ -184,16 +206,3 @@ def check_memory(name: str, needed_bytes: int, ranks_on_node: int, ranks: Ranks)
             f"node, and {format_bytes(free)} are free here. Ask for some rows at a time, as in "
             f"full_parameter('{name}', rows=(0, 1000))."
         )
-
-
-def full_parameter(module: nn.Module, name: str, rows: Rows, ranks_on_node: int, ranks: Ranks) -> Tensor:
-    """Collective. Return a copy of a parameter, which may be a DTensor, or of some of its rows, on the host."""
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    check_call(name, rows, parameters, ranks)
-    parameter: Tensor = parameters[name]
-    first, last = rows_of(name, rows, parameter.shape[0] if parameter.dim() else 1)
-    # Before the gather: a rank that runs out of memory in it would leave the others waiting.
-    check_memory(name, parameter.nbytes, ranks_on_node, ranks)
-    full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-    full = full.detach()
-    return (full[first:last] if full.dim() else full).cpu().clone()

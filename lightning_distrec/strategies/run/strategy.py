@@ -32,7 +32,7 @@ from lightning_distrec.prefetch.even_batches import UnevenInputs, check_uneven_i
 from lightning_distrec.strategies.checkpoints.checkpoint_io import refuse_checkpoint_io
 from lightning_distrec.strategies.checkpoints.job_fit import JobFit, next_fit, run_name
 from lightning_distrec.strategies.checkpoints.resuming import Resuming
-from lightning_distrec.strategies.run.checkpoint_hooks import CheckpointHooks, full_parameter
+from lightning_distrec.strategies.run.checkpoint_hooks import CheckpointHooks
 from lightning_distrec.strategies.run.forked_ranks import fork_launcher, forks_ranks, has_no_script
 from lightning_distrec.strategies.run.launched_ranks import connect_ranks, wrap_launch
 from lightning_distrec.strategies.run.precision import MatmulPrecision, use_matmul_precision
@@ -63,8 +63,6 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
     takes_launched_ranks = True
     """Read by `lightning_distrec`, before Lightning chooses a cluster environment."""
     cluster_environment: ClusterEnvironment  # the Trainer sets it before it calls any hook
-    num_local_ranks = 1
-    """Ranks on this node, once the ranks have met."""
     resuming: Resuming | None = None
     """Where the fit begins, and what its checkpoints are called; None before the first fit."""
     _run: AnyRun | None = None
@@ -243,31 +241,24 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self.evaluation_step(*args):
-            return super().validation_step(*args, **kwargs)
+        return self.evaluate("validation_step", *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self.evaluation_step(*args):
-            return super().test_step(*args, **kwargs)
+        return self.evaluate("test_step", *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        return self.evaluate("predict_step", *args, **kwargs)
+
+    def evaluate(self, step: str, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Run a step of validation, test or prediction. step: its name."""
         with self.evaluation_step(*args):
-            return super().predict_step(*args, **kwargs)
+            return getattr(super(), step)(*args, **kwargs)  # type: ignore[no-any-return]
 
     def evaluation_step(self, *args: Any) -> AbstractContextManager[None]:
         """Return what goes around a step of validation, test or prediction. args: of the step. Collective."""
         return self.run.evaluation_step()
-
-    def full_parameter(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """Collective. Return a copy of a parameter in full, on the host of every rank, in a run and after it.
-
-        name: its name in the module, "item_embedding.weight", or a table's. rows: the first one, and the one after the
-        last; None: all. Raises ConfigError: there is no such parameter, or the ranks ask for different ones;
-        ShardingError: a host has not enough memory. Both on every rank.
-        """
-        return full_parameter(self.module, name, rows, self.num_local_ranks, self.session.consensus)
 
     @override
     def refuse_during_run(self, method: str) -> None:

@@ -13,12 +13,13 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from lightning_distrec.errors import ConfigError, OptimizerError, UnsupportedError, did_you_mean
 from lightning_distrec.optimizers.zero_partition import KNOWN, updates_by_parameter
 from lightning_distrec.strategies.data_parallel.gradient_exchange import sparse_weights
+from lightning_distrec.strategies.fully_sharded.blocks import refuse_lazy
+from lightning_distrec.strategies.fully_sharded.shards import refuse_stale
 from lightning_distrec.strategies.stages.stage_options import StageOptions
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -60,10 +61,8 @@ class StageLayout:
         return range(*(*self.begins, len(self.chain.blocks))[stage : stage + 2])
 
 
-def split_chain(
-    module: nn.Module, options: StageOptions, num_stages: int, times: list[int] | None = None
-) -> StageLayout:
-    """Return where the chain of a module is split into `num_stages`. times: of each block; None: parameters count.
+def split_chain(module: nn.Module, options: StageOptions, num_stages: int) -> StageLayout:
+    """Return where the chain of a module is split into `num_stages`.
 
     Raises ConfigError: there is no such chain, or it has too few blocks, or a parameter has no shape yet;
     UnsupportedError: stages would not have the numbers of one process.
@@ -72,9 +71,7 @@ def split_chain(
     chain = find_chain(module, options.chain)
     _refuse_shared(module, chain)
     is_last_by_name = _outer_parameters(module, chain, options)
-    if times is not None:
-        begins = balance_stages(times, num_stages)
-    elif isinstance(options.split, str):
+    if isinstance(options.split, str):
         costs = [sum(p.numel() for p in block.parameters()) for block in chain.blocks]
         parameters = dict(module.named_parameters())
         for name, is_last in is_last_by_name.items():
@@ -187,12 +184,7 @@ def _is_below(name: str, path: str) -> bool:
 
 def _refuse_layers(module: nn.Module) -> None:
     """Raise ConfigError: a parameter has no shape yet; UnsupportedError: a layer's numbers depend on micro-batches."""
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, UninitializedParameter):
-            raise ConfigError(
-                f"'{name}' has no shape before the first forward (a lazy module). Run one batch through the module "
-                "before fit, in configure_model for example, or give the layer its size."
-            )
+    refuse_lazy(module)
     for path, submodule in module.named_modules():
         # InstanceNorm without running statistics looks at each example alone; BatchNorm never does.
         keeps_statistics = isinstance(submodule, INSTANCE_NORMS) and submodule.track_running_stats
@@ -244,8 +236,7 @@ def refuse_run(trainer: Trainer, module: LightningModule) -> None:
                 f"{type(callback).__name__} averages all weights on every rank, and a rank has those of its stage. "
                 "Remove it, or use strategy='fsdp_tuned'."
             )
-    sparse = list(sparse_weights(module).values())
-    if sparse:
+    if sparse := list(sparse_weights(module).values()):
         raise UnsupportedError(
             f"'{sparse[0]}' has sparse gradients, which micro-batches do not add up. Set sparse=False for it, or use "
             "strategy='torchrec_sharded'."
@@ -254,20 +245,11 @@ def refuse_run(trainer: Trainer, module: LightningModule) -> None:
 
 def refuse_optimizers(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
     """Raise OptimizerError: an optimizer needs more than each parameter's own gradient, or holds others' parameters."""
-    # Set-up has replaced the parameters of other stages: an optimizer with the earlier ones would update no module.
-    current = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
-        kind = type(optimizer).__name__
         if not updates_by_parameter(optimizer):
             names = ", ".join(optimizer_type.__name__ for optimizer_type in KNOWN)
             raise OptimizerError(
-                f"pipeline_parallel: {kind} is not known to update each parameter from its own gradient alone, and a "
-                f"rank has those of its stage. Use one of {names}."
+                f"pipeline_parallel: {type(optimizer).__name__} is not known to update each parameter from its own "
+                f"gradient alone, and a rank has those of its stage. Use one of {names}."
             )
-        for i, group in enumerate(optimizer.param_groups):
-            if stale := [tuple(p.shape) for p in group["params"] if id(p) not in current]:
-                raise OptimizerError(
-                    f"configure_optimizers gave {kind}, param group {i}, a parameter of shape {stale[0]} that is not "
-                    "in the module. Take parameters from self.parameters() in configure_optimizers, not from a list "
-                    "that was made before."
-                )
+    refuse_stale(optimizers, module, OptimizerError)

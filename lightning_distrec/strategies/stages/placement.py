@@ -1,6 +1,6 @@
 """Keeps the weights of this rank's stages alone, in set-up; saves them in checkpoints, and puts the others back."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,24 +17,18 @@ from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.strategies.checkpoints.optimizer_state import StateRanks
 from lightning_distrec.strategies.fully_sharded.shard_blocks import materialize
+from lightning_distrec.strategies.fully_sharded.shards import full_or_meta, swap_parameters
 from lightning_distrec.strategies.stages.absent_tensors import AbsentTensor, absent_parameter
 from lightning_distrec.strategies.stages.chain import StageLayout, split_chain
 from lightning_distrec.strategies.stages.stage_options import PipelineRanks, StageOptions
 from lightning_distrec.units import format_bytes
 
-Times = Callable[[], list[int] | None]
-"""Collective. Returns the nanoseconds that each block takes."""
 _split_as: "WeakKeyDictionary[nn.Module, tuple[StageOptions, StageLayout]]" = WeakKeyDictionary()
 """Module -> the options with which it is split, and where."""
 
 
 def split_module(
-    module: LightningModule,
-    options: StageOptions,
-    ranks: PipelineRanks,
-    device: torch.device,
-    consensus: Consensus,
-    times: Times,
+    module: LightningModule, options: StageOptions, ranks: PipelineRanks, device: torch.device, consensus: Consensus
 ) -> StageLayout:
     """Collective. Keep the weights of this rank's stages on `device`, and drop the others, unless an earlier run has.
 
@@ -49,16 +43,14 @@ def split_module(
                 "split as it is. Give the strategy the same options, or call trainer.strategy.unshard() after that run."
             )
     else:
-        # Before the split: a rank runs all blocks then, whose weights it has no more after it.
-        block_times = times() if options.split == "time" else None
-        layout = consensus.all_or_none("setup", lambda: split_chain(module, options, ranks.num_stages, block_times))
+        layout = consensus.all_or_none("setup", lambda: split_chain(module, options, ranks.num_stages))
         rank_zero_info(describe_layout(layout, module, options))
         absent_names = {name for name, stage in layout.stage_by_name.items() if stage not in ranks.stages}
         meta_names = {name for name, tensor in _named_tensors(module) if tensor.is_meta}
         apply_to_tensors(module, partial(_to_device, device))
         # Tensors on the meta device have no values to send; their stages draw them below.
         broadcast_module_states(module, list(meta_names))
-        _drop_parameters(module, absent_names)
+        swap_parameters(module, lambda name, p: absent_parameter(p) if name in absent_names else None)
         drawn_names = meta_names - absent_names
         consensus.all_or_none("setup", partial(_draw_weights, module, drawn_names, ranks, device))
         for name, tensor in _named_tensors(module):
@@ -108,15 +100,6 @@ def _draw_weights(module: nn.Module, names: set[str], ranks: PipelineRanks, devi
         materialize(module, device, lambda name, _: name in names)
 
 
-def _drop_parameters(module: nn.Module, names: set[str]) -> None:
-    absent = {id(p): absent_parameter(p) for name, p in module.named_parameters() if name in names}
-    for submodule in module.modules():
-        # With duplicates: every place of a tied parameter gets the same absent one.
-        for name, parameter in list(submodule.named_parameters(recurse=False, remove_duplicate=False)):
-            if id(parameter) in absent:
-                setattr(submodule, name, absent[id(parameter)])
-
-
 def present_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that this rank has."""
     return [parameter for parameter in module.parameters() if not isinstance(parameter, AbsentTensor)]
@@ -146,16 +129,8 @@ def state_ranks(module: nn.Module, layout: StageLayout, ranks: PipelineRanks) ->
 
 def unsplit(module: nn.Module, full: Mapping[str, Tensor]) -> None:
     """Replace absent parameters by full ones, on the host. Those that `full` lacks are on the meta device."""
-    # By the id of the earlier parameter: one that is tied stays one object.
-    new: dict[int, nn.Parameter] = {}
-    for path, submodule in module.named_modules(remove_duplicate=False):
-        for key, parameter in list(submodule.named_parameters(path, recurse=False, remove_duplicate=False)):
-            if id(parameter) not in new:
-                value = full.get(key)
-                if value is None:
-                    value = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-                new[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
-            setattr(submodule, key.rpartition(".")[2], new[id(parameter)])
+    swap_parameters(module, partial(full_or_meta, full))
+    for path, submodule in module.named_modules():
         for key, _ in list(submodule.named_buffers(path, recurse=False)):
             if key in full:
                 setattr(submodule, key.rpartition(".")[2], full[key])

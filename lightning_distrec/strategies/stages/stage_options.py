@@ -7,9 +7,10 @@ import torch.distributed as dist
 
 from lightning_distrec.cluster.consensus import Consensus, RankFlags
 from lightning_distrec.errors import ConfigError
+from lightning_distrec.option_values import check_choice
 
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b"]
-Split = Literal["parameters", "time"] | list[str]
+Split = Literal["parameters"] | list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,16 +30,14 @@ class StageOptions:
         for name in ("microbatches", "stages_per_rank"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1.")
-        if self.schedule not in get_args(Schedule):
-            schedules = ", ".join(map(repr, get_args(Schedule)))
-            raise ConfigError(f"schedule={self.schedule!r} is not known. Use one of {schedules}.")
+        check_choice("schedule", self.schedule, get_args(Schedule))
         if (self.stages_per_rank > 1) != (self.schedule == "interleaved_1f1b"):
             raise ConfigError(
                 f"stages_per_rank={self.stages_per_rank} and schedule={self.schedule!r}: a rank computes several "
                 "stages with schedule='interleaved_1f1b', and one with the others. Set both, or neither."
             )
-        if isinstance(self.split, str) and self.split not in ("parameters", "time"):
-            raise ConfigError(f"split={self.split!r} is not known. Use 'parameters', 'time', or paths of blocks.")
+        if isinstance(self.split, str) and self.split != "parameters":
+            raise ConfigError(f"split={self.split!r} is not known. Use 'parameters', or paths of blocks.")
         if self.stages is not None and (self.stages < 2 or self.stages % self.stages_per_rank):
             raise ConfigError(
                 f"stages={self.stages}: must be at least 2, and a multiple of stages_per_rank={self.stages_per_rank}."

@@ -93,7 +93,6 @@ OF_TWO: dict[str, dict[str, Any]] = {
     "interleaved": {"schedule": "interleaved_1f1b", "stages_per_rank": 2},
     "gpipe, 8 micro-batches": {"microbatches": 8},
     "split": {"split": ["blocks.2"]},
-    "split by time": {"split": "time"},
 }
 OF_FOUR: dict[str, dict[str, Any]] = {
     "gpipe": {},

@@ -47,7 +47,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "1f1b": (_fit, "Transformer", {"schedule": "1f1b"}, CLIPPED),
     "metrics of micro-batches": (_fit, "Measured", {"schedule": "1f1b"}, {}),
     "interleaved": (_fit, "Transformer", INTERLEAVED, {}),
-    "arguments of examples, by time": (_fit, "PerExample", {"microbatches": 2, "split": "time"}, {}),
+    "arguments of examples": (_fit, "PerExample", {"microbatches": 2}, {}),
 }
 FURTHER_CASES: dict[str, tuple[Any, ...]] = {
     "sequence": (_fit, "Sequence", {}, {}),
