@@ -65,11 +65,9 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
         activation_checkpointing: layers that recompute their activations in backward instead of keeping them: true for
             the blocks, or a list of class names and paths; "auto", or a size like "4GiB": as few of the layers that
             repeat as it takes for activations to fit into 80 % of the rank's memory, or into the size.
-        cpu_offload: whether to keep parameters, gradients and optimizer state on the host (CUDA).
         param_dtype: "fp32", "bf16" or "fp16": type in which parameters are gathered. None: the precision's. With
             precision="32-true", blocks compute in it: they cast their inputs to it, and their outputs back.
         reduce_dtype: type in which gradients are sent and summed. None: float32, or that of a true precision.
-        buffer_dtype: type into which floating-point buffers of blocks are converted. None: leave them.
         run_options: what all strategies take, as checkpoint and stopping: see DistRecStrategy.
     """
 
@@ -82,10 +80,8 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
         replicas: int | Literal["nodes"] = 1,
         reshard_after_forward: Literal["auto"] | bool = "auto",
         activation_checkpointing: ActivationCheckpointing = False,
-        cpu_offload: bool = False,
         param_dtype: Dtype | None = None,
         reduce_dtype: Dtype | None = None,
-        buffer_dtype: Dtype | None = None,
         **run_options: Any,
     ) -> None:
         self._fsdp_options = FSDPOptions(
@@ -94,10 +90,8 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
             replicas=replicas,
             reshard_after_forward=reshard_after_forward,
             activation_checkpointing=activation_checkpointing,
-            cpu_offload=cpu_offload,
             param_dtype=param_dtype,
             reduce_dtype=reduce_dtype,
-            buffer_dtype=buffer_dtype,
         )
         self._mesh: DeviceMesh | None = None
         super().__init__(**run_options)

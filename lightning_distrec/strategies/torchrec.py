@@ -77,8 +77,8 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         static_graph: as in DDP, for dense layers that every step uses alike.
         dense: how the layers without tables train. "ddp": every rank has them; "fsdp": they are sharded over the ranks
             as under "fsdp_tuned".
-        fsdp: wrap, min_num_parameters, replicas, reshard_after_forward, activation_checkpointing, cpu_offload: see
-            FSDPOptions. For dense="fsdp".
+        fsdp: wrap, min_num_parameters, replicas, reshard_after_forward, activation_checkpointing, param_dtype,
+            reduce_dtype: see FSDPOptions. For dense="fsdp".
         bucket_cap_mb: size of DDP's gradient buckets in MiB.
         run_options: what all strategies take, as checkpoint and stopping: see DistRecStrategy.
     """

@@ -29,8 +29,8 @@ from lightning_distrec.strategies.fully_sharded.shards import drop_unfinished_st
 from lightning_distrec.unpicklable import refuse_module, refuse_pickling
 
 GUARDS = ("__reduce_ex__", "__prepare_scriptable__")
-ShardCopy = Callable[[nn.Module, set[nn.Parameter]], None]
-"""Shards a copy on the meta device as the original was. The set: its parameters that stay replicated."""
+ShardCopy = Callable[..., Any]
+"""Shards a copy on the meta device as the original was. `ignored_params`: its parameters that stay replicated."""
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -97,7 +97,7 @@ def _copied(original: Any, memo: dict[int, Any], shard_copy: ShardCopy, device: 
     copied.__setstate__(copy.deepcopy(state, memo))
     shards = _replace_by_meta(copied)
     replicated = {p for p in copied.parameters() if not isinstance(p, DTensor) and not p.is_meta}
-    shard_copy(copied, replicated)
+    shard_copy(copied, ignored_params=replicated or None)
     apply_to_tensors(copied, lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     for name, shard in shards.items():
         parameter: Any = copied.get_parameter(name)

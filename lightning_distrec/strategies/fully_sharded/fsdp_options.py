@@ -7,11 +7,11 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_distrec.errors import ConfigError, UnsupportedError
+from lightning_distrec.option_values import check_choice
 from lightning_distrec.strategies.activations.layers import ActivationCheckpointing, check_option
 
 Replicas = int | Literal["nodes"]
@@ -51,18 +51,12 @@ class FSDPOptions:
     """Layers that recompute their activations in backward instead of keeping them: true for the blocks, or class names
     and paths; "auto", or a size like "4GiB": as few of those that repeat as it takes to fit into memory, or it."""
 
-    cpu_offload: bool = False
-    """Whether to keep parameters, gradients and optimizer state on the host (CUDA)."""
-
     param_dtype: Dtype | None = None
     """Type in which parameters are gathered. None: the precision's. With precision="32-true", blocks compute in it:
     they cast their inputs to it, and their outputs back."""
 
     reduce_dtype: Dtype | None = None
     """Type in which gradients are sent and summed. None: float32, or that of parameters with a true precision."""
-
-    buffer_dtype: Dtype | None = None
-    """Type into which floating-point buffers of blocks are converted. None: leave them as they are."""
 
     def __post_init__(self) -> None:
         if isinstance(self.wrap, str) and self.wrap != "auto":
@@ -71,14 +65,13 @@ class FSDPOptions:
             )
         if self.min_num_parameters < 1:
             raise ConfigError(f"min_num_parameters={self.min_num_parameters}: must be at least 1.")
-        if self.reshard_after_forward not in ("auto", True, False):
-            raise ConfigError(f"reshard_after_forward={self.reshard_after_forward!r}: must be 'auto', true or false.")
+        check_choice("reshard_after_forward", self.reshard_after_forward, ("auto", True, False))
         if self.replicas != "nodes" and (isinstance(self.replicas, str) or self.replicas < 1):
             raise ConfigError(f"replicas={self.replicas!r}: must be 'nodes', or at least 1.")
         check_option(self.activation_checkpointing)
-        for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
-            if (dtype := getattr(self, name)) is not None and dtype not in DTYPES:
-                raise ConfigError(f"{name}={dtype!r} is not known. Use one of {', '.join(map(repr, DTYPES))}.")
+        for name in ("param_dtype", "reduce_dtype"):
+            if (dtype := getattr(self, name)) is not None:
+                check_choice(name, dtype, DTYPES)
 
 
 @dataclass(frozen=True)
@@ -89,8 +82,6 @@ class Dtypes:
     """Type in which parameters are gathered; None: their own."""
     reduce: torch.dtype | None
     """Type in which gradients are reduced; None: that of the gathered parameters."""
-    buffer: torch.dtype | None
-    """Type of the buffers of blocks; None: their own."""
     casts: bool
     """Whether blocks cast their inputs to `param` and their outputs back. Without autocast nobody else does, so what is
     in no block computes in its own type."""
@@ -103,13 +94,6 @@ class Dtypes:
         """Return the policy of a block. is_nested: whether another block contains it, and takes its outputs."""
         output_dtype = torch.float32 if self.casts and not is_nested else None
         return MixedPrecisionPolicy(self.param, self.reduce, output_dtype=output_dtype, cast_forward_inputs=self.casts)
-
-    def convert_buffers(self, block: nn.Module) -> None:
-        """Convert the floating-point buffers of a block, for good: FSDP2 itself leaves them as they are."""
-        for module in block.modules() if self.buffer is not None else ():
-            for name, buffer in module.named_buffers(recurse=False):
-                if buffer.is_floating_point():
-                    setattr(module, name, buffer.to(self.buffer))
 
 
 def choose_dtypes(options: FSDPOptions, precision: str) -> Dtypes:
@@ -131,7 +115,6 @@ def choose_dtypes(options: FSDPOptions, precision: str) -> Dtypes:
     return Dtypes(
         param=param,
         reduce=DTYPES[options.reduce_dtype] if options.reduce_dtype is not None else reduce,
-        buffer=DTYPES[options.buffer_dtype] if options.buffer_dtype is not None else None,
         casts=param is not None and not is_mixed,
     )
 
@@ -156,12 +139,8 @@ def make_mesh(
 
     Consecutive ranks share one replica of the parameters.
     ranks_on_node: for each rank, the number of ranks on its node.
-    Raises ConfigError: the ranks cannot be divided evenly among replicas; nothing to offload from.
+    Raises ConfigError: the ranks cannot be divided evenly among replicas.
     """
-    if options.cpu_offload and device.type != "cuda":
-        raise ConfigError(
-            f"cpu_offload=true: the ranks compute on {device.type}, so everything is on the host already. Remove it."
-        )
     num_ranks, replicas = len(ranks_on_node), num_replicas(options.replicas, ranks_on_node)
     if replicas == 1:
         return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("data_parallel",))

@@ -1,7 +1,8 @@
 """A module, or its layers without tables, whose parameters FSDP2 shards: what a strategy does around its steps."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import itertools
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -37,18 +38,22 @@ class FullyShardedModule:
             p: block for p, block in module.named_modules() if p and isinstance(block, FSDPModule)
         }
         self.activations = CheckpointedLayers(module, options.activation_checkpointing, consensus, blocks)
-        self._replicated = ReplicatedParameters(module)
+        self._replicated = [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
+        self._host_group: Any = None
+        """Where ranks report what they have used: on the host, which would wait for backward on a GPU otherwise."""
         self._buffers: BufferBroadcaster | None = None
         self._broadcasts_buffers = self._syncs_gradients = True
-        self._undo: list[Callable[[], None]] = [self.activations.undo]
+        self._undo = ExitStack()
+        self._undo.callback(self.activations.undo)
         if any(p.device.type == "cpu" for p in module.parameters() if isinstance(p, DTensor)):
-            self._undo.append(draw_dtensors_with(draw_full))
+            self._undo.callback(draw_dtensors_with(draw_full))
 
     def begin_training(self, optimizers: Iterable[Optimizer], consensus: Consensus) -> BroadcastSkipper:
         """Broadcast rank 0's buffers before steps from now on; let zero_grad reach unreduced gradients."""
         self._buffers = BufferBroadcaster(self._module)
-        self._replicated.host_group = consensus.group
-        self._undo += [zero_unreduced_too(optimizer, self._module) for optimizer in optimizers]
+        self._host_group = consensus.group
+        for optimizer in optimizers:
+            self._undo.callback(zero_unreduced_too(optimizer, self._module))
         return BroadcastSkipper(self._buffers, consensus.flags)
 
     @contextmanager
@@ -105,7 +110,20 @@ class FullyShardedModule:
         with explained_errors(self._module):
             yield
         if self._syncs_gradients:
-            self._replicated.average_gradients()
+            self._average_replicated()
+
+    def _average_replicated(self) -> None:
+        # A parameter that any rank has used gets a gradient on all ranks; ranks that have not used it count as 0.
+        trained = [parameter for parameter in self._replicated if parameter.requires_grad]
+        if not trained or dist.get_world_size() == 1:
+            return
+        used = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32)
+        dist.all_reduce(used, group=self._host_group)
+        for parameter in itertools.compress(trained, used.tolist()):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.div_(dist.get_world_size())
+            dist.all_reduce(parameter.grad)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -124,34 +142,8 @@ class FullyShardedModule:
     def teardown(self) -> None:
         """Stop broadcasting buffers, restore the optimizers' zero_grad, and leave nothing gathered."""
         self._buffers = None
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
         self.reshard()
-
-
-class ReplicatedParameters:
-    """Averages the gradients of the parameters that each rank has in full, as DDP does."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._parameters = [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
-        self.host_group: Any = None
-        """Where ranks report what they have used: on the host, which would wait for backward on a GPU otherwise."""
-
-    def average_gradients(self) -> None:
-        """Collective where there are such parameters. Average their gradients after a backward."""
-        # A parameter that any rank has used gets a gradient on all ranks; ranks that have not used it count as 0.
-        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
-        if not trained or dist.get_world_size() == 1:
-            return
-        used = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32)
-        dist.all_reduce(used, group=self.host_group)
-        for parameter, num_ranks in zip(trained, used.tolist(), strict=True):
-            if not num_ranks:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            parameter.grad.div_(dist.get_world_size())
-            dist.all_reduce(parameter.grad)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Shards a module's parameters over the ranks, block by block, by torch's fully_shard (FSDP2)."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -11,13 +11,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_distrec._compat.lightning import set_device_and_mesh
@@ -69,7 +63,7 @@ def shard_module(
         blocks = consensus.all_or_none("setup", lambda: _choose_blocks(module, options))
         replicated = choose_replicated(module, blocks, module.automatic_optimization)
         log_replicated(replicated)
-        Sharding(mesh, device, *settings).shard(module, blocks, set(replicated.values()))
+        _shard(module, blocks, set(replicated.values()), mesh, device, settings)
         gather_in_steps(module, [step for step in STEPS if is_overridden(step, module)])
         guard(module)
         _sharded_as[module] = settings
@@ -86,62 +80,39 @@ def _choose_blocks(module: nn.Module, options: FSDPOptions) -> list[nn.Module]:
     return blocks
 
 
-@dataclass(frozen=True)
-class Sharding:
-    """How fully_shard is called."""
+def _shard(
+    module: nn.Module,
+    blocks: Sequence[nn.Module],
+    replicated: set[nn.Parameter],
+    mesh: DeviceMesh,
+    device: torch.device,
+    settings: tuple[FSDPOptions, Dtypes],
+) -> None:
+    """Collective. Shard the parameters of each block, then the module's others, with rank 0's weights.
 
-    mesh: DeviceMesh
-    device: torch.device
-    options: FSDPOptions
-    dtypes: Dtypes
+    blocks: nested ones first; one at a time is on the device unsharded. replicated: parameters to leave out.
+    Raises ConfigError: what is on the meta device cannot be initialized.
+    """
+    reshards, dtypes = settings[0].reshard_after_forward, settings[1]
+    inside = {id(inner) for block in blocks for inner in block.modules() if inner is not block}
+    for block in blocks:
+        policy = dtypes.block_policy(is_nested=id(block) in inside)
+        reshards_block = block is not blocks[-1] if reshards == "auto" else reshards
+        _shard_one(block, partial(fully_shard, mesh=mesh, mp_policy=policy), replicated, reshards_block, device)
+    _shard_one(module, partial(fully_shard, mesh=mesh, mp_policy=dtypes.root_policy()), replicated, False, device)
 
-    def shard(self, module: nn.Module, blocks: Sequence[nn.Module], replicated: set[nn.Parameter]) -> None:
-        """Collective. Shard the parameters of each block, then the module's others, with rank 0's weights.
 
-        blocks: nested ones first; one at a time is on the device unsharded. replicated: parameters to leave out.
-        Raises ConfigError: what is on the meta device cannot be initialized.
-        """
-        last, reshards = blocks[-1] if blocks else None, self.options.reshard_after_forward
-        inside = {id(inner) for block in blocks for inner in block.modules() if inner is not block}
-        for block in blocks:
-            self.dtypes.convert_buffers(block)
-            policy = self.dtypes.block_policy(is_nested=id(block) in inside)
-            self._shard_one(block, replicated, block is not last if reshards == "auto" else reshards, policy)
-        self._shard_one(module, replicated, False, self.dtypes.root_policy())
-
-    def _shard_one(
-        self,
-        module: nn.Module,
-        replicated: set[nn.Parameter],
-        reshard_after_forward: bool,
-        policy: MixedPrecisionPolicy,
-    ) -> None:
-        materialize(module, self.device)
-        apply_to_tensors(module, lambda tensor: tensor if isinstance(tensor, DTensor) else tensor.to(self.device))
-        broadcast_module_states(module, [name for name, p in module.named_parameters() if isinstance(p, DTensor)])
-        module.register_forward_hook(_copy_views)  # hooks run in the order of registration: before fully_shard's
-        self._fully_shard(module, replicated, reshard_after_forward, policy)
-        module.register_forward_hook(_reshard_without_backward)
-        module.register_load_state_dict_pre_hook(_load_shards)
-        allow_deepcopy(module, lambda copy, full: self._fully_shard(copy, full, True, policy), self.device)
-
-    def _fully_shard(
-        self,
-        module: nn.Module,
-        replicated: set[nn.Parameter],
-        reshard_after_forward: bool,
-        policy: MixedPrecisionPolicy,
-    ) -> None:
-        """Collective the first time: see fully_shard."""
-        options: dict[str, Any] = {"ignored_params": replicated} if replicated else {}
-        fully_shard(
-            module,
-            mesh=self.mesh,
-            reshard_after_forward=reshard_after_forward,
-            mp_policy=policy,
-            offload_policy=CPUOffloadPolicy() if self.options.cpu_offload else OffloadPolicy(),
-            **options,
-        )
+def _shard_one(
+    module: nn.Module, shard: Callable[..., Any], replicated: set[nn.Parameter], reshards: bool, device: torch.device
+) -> None:
+    materialize(module, device)
+    apply_to_tensors(module, lambda tensor: tensor if isinstance(tensor, DTensor) else tensor.to(device))
+    broadcast_module_states(module, [name for name, p in module.named_parameters() if isinstance(p, DTensor)])
+    module.register_forward_hook(_copy_views)  # hooks run in the order of registration: before fully_shard's
+    shard(module, reshard_after_forward=reshards, ignored_params=replicated or None)
+    module.register_forward_hook(_reshard_without_backward)
+    module.register_load_state_dict_pre_hook(_load_shards)
+    allow_deepcopy(module, partial(shard, reshard_after_forward=True), device)
 
 
 def _copy_views(_: nn.Module, __: Any, outputs: Any) -> Any:

@@ -86,13 +86,10 @@ def _by_hand(
     root_values: MixedPrecisionPolicy,
     autocast: torch.dtype | None = None,
     scaled: bool = False,
-    buffers: torch.dtype | None = None,
 ) -> Outcome:
     pl.seed_everything(5)
     model: Any = kind()
     for block in (model.low, model.high):
-        if buffers is not None:
-            block.shift = block.shift.to(buffers)
         fully_shard(block, mp_policy=block_values)
     fully_shard(model, mp_policy=root_values)
     optimizer = model.configure_optimizers()
@@ -114,9 +111,9 @@ def _by_hand(
 WRAPPED = {"wrap": ["Shifted"]}
 EACH: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]] = {
     "blocks in bf16": (
-        (Finite, WRAPPED | {"param_dtype": "bf16", "buffer_dtype": "bf16"}),
+        (Finite, WRAPPED | {"param_dtype": "bf16"}),
         {},
-        (Finite, MixedPrecisionPolicy(BF16, FP32, FP32), MixedPrecisionPolicy(None, FP32), None, False, BF16),
+        (Finite, MixedPrecisionPolicy(BF16, FP32, FP32), MixedPrecisionPolicy(None, FP32)),
     ),
     "gradients in bf16": (
         (Finite, WRAPPED | {"reduce_dtype": "bf16"}),

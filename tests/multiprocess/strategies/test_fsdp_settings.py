@@ -185,7 +185,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "wrap: 'blocks' is a ModuleList, which is never called itself": (Layers, {"wrap": ["blocks"]}, {}),
     "wrap: 'one' shares a weight with another submodule": (BareAndTied, {"wrap": ["one"]}, {}),
     "replicas=3: 2 ranks cannot be divided evenly among them. Use a divisor of 2": (Plain, {"replicas": 3}, {}),
-    "cpu_offload=true: the ranks compute on cpu": (Plain, {"cpu_offload": True}, {}),
     "fsdp_tuned supports '32-true'": (Plain, {}, {"plugins": Eighths()}),
 }
 
@@ -254,7 +253,7 @@ def test_what_cannot_be_is_refused_on_every_rank(actual: list[dict[str, Any]], m
         ({"min_num_parameters": 0}, "min_num_parameters=0: must be at least 1"),
         ({"replicas": 0}, "replicas=0: must be 'nodes', or at least 1"),
         ({"replicas": "node"}, "replicas='node': must be 'nodes', or at least 1"),
-        ({"reshard_after_forward": "never"}, "reshard_after_forward='never': must be 'auto', true or false"),
+        ({"reshard_after_forward": "never"}, "reshard_after_forward='never' is not known. Use one of 'auto', True"),
     ],
 )
 def test_what_an_argument_cannot_be(arguments: dict[str, Any], message: str) -> None:
