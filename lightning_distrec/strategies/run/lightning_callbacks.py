@@ -1,7 +1,7 @@
 """Lightning's own callbacks that walk a module's parameters: what they get when those are shards."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_distrec._compat.lightning import average_model, set_average_model
+from lightning_distrec.sharding.shard_access import rewriting, write_back
 
 if TYPE_CHECKING:  # torchrec, which modules without tables have no use for
     from lightning_distrec.sharding.sharded_tables import ShardedTables
@@ -26,7 +27,7 @@ def adapt_callbacks(
     """Let averages be kept shard by shard, and summaries count full tables; called after sharding."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
-            copies = WeightCopies(module, full_state, tables is not None)
+            copies = WeightCopies(module, full_state)
             # Callback.setup has made it from the unsharded module.
             average = average_model(callback)
             if isinstance(average, AveragedModel):
@@ -44,17 +45,11 @@ class WeightCopies(nn.Module):
     values, with full tables on rank 0: collective, and it uses the module's own memory for a moment.
     """
 
-    def __init__(self, module: nn.Module, full_state: FullState, has_tables: bool) -> None:
+    def __init__(self, module: nn.Module, full_state: FullState) -> None:
         super().__init__()
         self._source = (module,)  # in a tuple, so that it does not become a child
         self._full_state = full_state
-        self._rewriting: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._write_back: Callable[[], None] = _nothing
-        if has_tables:
-            from lightning_distrec.sharding.shard_access import rewriting, write_back
-
-            self._rewriting, self._write_back = rewriting, write_back
-        self._write_back()
+        write_back()
         # Under names of their own: those of the module have dots, which parameters may not have.
         for i, parameter in enumerate(module.parameters()):
             copied: Any = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
@@ -66,7 +61,7 @@ class WeightCopies(nn.Module):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Return the copies. Whoever asks for them reads the module's parameters next."""
-        self._write_back()
+        write_back()
         return super().parameters(recurse)
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
@@ -104,15 +99,11 @@ class WeightCopies(nn.Module):
     def _exchange(self) -> None:
         # Exchanged and not copied: the module's state_dict then has the averages, and a second exchange undoes it.
         trained = [*self._source[0].parameters(), *self._source[0].buffers()]
-        with self._rewriting():
+        with rewriting():
             for copy, other in zip([*self.parameters(), *self.buffers()], trained, strict=True):
                 value = copy.detach().clone()
                 copy.copy_(other)
                 other.copy_(value)
-
-
-def _nothing() -> None:
-    """Write no cache back: there are no tables."""
 
 
 def _count_full_tables(callback: ModelSummary, tables: "ShardedTables") -> None:

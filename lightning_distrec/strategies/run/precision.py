@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,6 @@ from lightning_distrec.errors import UnsupportedError
 from lightning_distrec.optimizers.clipping import clip_by_norm, clip_by_value
 from lightning_distrec.optimizers.step_hooks import collect_parameters
 from lightning_distrec.optimizers.updates_in_backward import refuse_clip
-from lightning_distrec.option_values import check_choice
 
 OUTPUT_DTYPES: dict[str, torch.dtype | None] = {
     "32-true": None,
@@ -31,19 +30,6 @@ OUTPUT_DTYPES: dict[str, torch.dtype | None] = {
     "16-true": torch.float16,
 }
 """Precision -> dtype of the looked up rows; None: float32. Tables stay float32 in all of them."""
-
-
-MatmulPrecision = Literal["highest", "high", "medium"]
-
-
-def use_matmul_precision(precision: MatmulPrecision | None) -> None:
-    """Compute float32 products in TF32 ("high") or bfloat16 ("medium") in this process; None changes nothing.
-
-    Raises ConfigError: the value is unknown.
-    """
-    if precision is not None:
-        check_choice("float32_matmul_precision", precision, get_args(MatmulPrecision))
-        torch.set_float32_matmul_precision(precision)
 
 
 def output_dtype(precision: str) -> torch.dtype | None:
@@ -139,9 +125,8 @@ def clip_over_all_ranks(
     """Let a plugin's `clip_gradients` clip by the norm over the shards of all ranks.
 
     shards: returns the parameters that only this rank has, and for which torch.nn.utils.clip_grad_norm_ is refused from
-    now on; None: all shards are DTensors, which that function knows. fused: id of a weight -> its table, of those that
-    cannot be clipped. joint_optimizers: those that step, and are clipped by one norm, together with the one that is
-    clipped. num_replicas: how many ranks have each shard.
+    now on; None: all shards are DTensors, which that function knows. fused: id of a weight that cannot be clipped ->
+    its table. joint_optimizers: step, and are clipped by one norm, with any other. num_replicas: ranks with each shard.
     """
 
     def parameters_to_clip(optimizer: Any, clip_val: float) -> list[nn.Parameter]:
@@ -164,9 +149,8 @@ def clip_over_all_ranks(
         # User code gets guarded views of shards' gradients.
         if any(id(gradient) in clipped for gradient in shard_gradients) or any(hasattr(g, "place") for g in gradients):
             raise UnsupportedError(
-                "torch.nn.utils.clip_grad_norm_ was called with gradients of sharded tables, of which this rank has "
-                "its shards only, so that ranks would clip by different norms. Use Trainer(gradient_clip_val=...) or "
-                "self.clip_gradients(optimizer, gradient_clip_val=...), which add up the norms of all ranks."
+                "torch.nn.utils.clip_grad_norm_ was called with gradients of which this rank has its shards only, so "
+                "that ranks would clip by different norms. Use Trainer(gradient_clip_val=...) or self.clip_gradients."
             )
 
     # On the instance: the plugin is the user's choice, and its class serves other trainers too.

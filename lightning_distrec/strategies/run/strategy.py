@@ -3,7 +3,7 @@
 import os
 import re
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
@@ -27,7 +27,7 @@ from lightning_distrec.cluster.launched import Launched
 from lightning_distrec.cluster.rendezvous import name_in_store
 from lightning_distrec.errors import ConfigError, DistRecError, ShardingError
 from lightning_distrec.namespaces import refuse_other_callbacks
-from lightning_distrec.option_values import as_options, parse_timeout
+from lightning_distrec.option_values import as_options, check_choice, parse_timeout
 from lightning_distrec.prefetch.even_batches import UnevenInputs, check_uneven_inputs, even
 from lightning_distrec.strategies.checkpoints.checkpoint_io import refuse_checkpoint_io
 from lightning_distrec.strategies.checkpoints.job_fit import JobFit, next_fit, run_name
@@ -35,12 +35,12 @@ from lightning_distrec.strategies.checkpoints.resuming import Resuming
 from lightning_distrec.strategies.run.checkpoint_hooks import CheckpointHooks
 from lightning_distrec.strategies.run.forked_ranks import fork_launcher, forks_ranks, has_no_script
 from lightning_distrec.strategies.run.launched_ranks import connect_ranks, wrap_launch
-from lightning_distrec.strategies.run.precision import MatmulPrecision, use_matmul_precision
 from lightning_distrec.strategies.run.process_runs import PROCESS
 from lightning_distrec.strategies.run.run import Run, start_session
 from lightning_distrec.strategies.run.stopping import STOPPED, StopHandler, StopOptions
 
 AnyRun = TypeVar("AnyRun", bound=Run)
+MatmulPrecision = Literal["highest", "high", "medium"]
 
 
 class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
@@ -81,7 +81,9 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         check_uneven_inputs(uneven_inputs)
         if watchdog_seconds < 0:
             raise ConfigError(f"watchdog_seconds={watchdog_seconds}: must be at least 0, which disables the watchdog.")
-        use_matmul_precision(float32_matmul_precision)
+        if float32_matmul_precision is not None:
+            check_choice("float32_matmul_precision", float32_matmul_precision, get_args(MatmulPrecision))
+            torch.set_float32_matmul_precision(float32_matmul_precision)
         self._uneven_inputs: UnevenInputs = uneven_inputs
         self._checkpoint_options = as_options("checkpoint", CheckpointOptions, checkpoint)
         self._stop_options = as_options("stopping", StopOptions, stopping)
@@ -144,23 +146,24 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         options, launched, fit = self._stop_options, self.launched, next_fit()
         run, job = run_name(options.run_name), launched.job if launched else ""
         attempt, launcher = (launched.attempt, launched.launcher) if launched else (0, "")
+        point = launched.point if launched is not None and launched.point.is_hosted else None
 
-        def make_resuming(job: str) -> Resuming:
+        def begin(job: str) -> Resuming:
             job_fit = JobFit(trainer.default_root_dir, job, fit, run)
             never, pickles = options.resume == "never", self._checkpoint_options.pickles
-            return Resuming(trainer, job_fit, attempt, launcher, never, pickles)
+            self.resuming = Resuming(trainer, job_fit, attempt, launcher, never, pickles)
+            return self.resuming
 
-        self.resuming = resuming = make_resuming(job)
-        point = launched.point if launched is not None and launched.point.is_hosted else None
+        resuming = begin(job)
 
         def find(ckpt_path: object) -> str | None:
             if not (run or job or point):
                 return None
             self.setup_environment()  # rank 0 decides, so the ranks must have met
-            ranks = self.session.consensus
+            ranks, last = self.session.consensus, resuming
             if not (run or job) and point is not None:
-                self.resuming = make_resuming(ranks.all_gather(name_in_store(point, ranks.rank))[0])
-            return (self.resuming or resuming).find(ckpt_path, ranks)
+                last = begin(ranks.all_gather(name_in_store(point, ranks.rank))[0])
+            return last.find(ckpt_path, ranks)
 
         return resume_from(trainer, find)
 
@@ -337,7 +340,6 @@ def _name_option(text: str, strategy: str) -> str:
         return text
     indices = re.search(r"Parameter indices which did not receive grad for rank \d+: [\d ]+", text)
     return (
-        "the loss of the step before did not depend on some parameters of the module, so that their gradients were "
-        f"not averaged over the ranks. If that is intended, set {strategy}(find_unused_parameters=True)."
-        f"{f' {indices[0].strip()}.' if indices else ''}"
+        "the loss of the step before did not depend on some parameters of the module. If that is intended, set "
+        f"{strategy}(find_unused_parameters=True).{f' {indices[0].strip()}.' if indices else ''}"
     )

@@ -93,7 +93,7 @@ def test_loaded_rows_are_looked_up(kernel: CachedKernel) -> None:
 def test_averages_are_of_trained_rows_and_swapping_them_is_seen(kernel: CachedKernel) -> None:
     module = nn.Module()
     module.weight = kernel.weight
-    copies = WeightCopies(module, dict, has_tables=True)
+    copies = WeightCopies(module, dict)
     kernel.train(0)
     for local, remote in zip(copies.parameters(), [kernel.host], strict=True):
         local.data.mul_(0).add_(remote * 100)
