@@ -24,13 +24,8 @@ def share_hooks(original: nn.Module, module: nn.Module) -> None:
             module.__dict__[name] = value
 
 
-def has_gradient_hooks(parameter: nn.Parameter, but: int = 0) -> bool:
-    """Return whether a parameter has hooks of `register_hook`, or more than `but` post-accumulate-grad hooks."""
-    return have_gradient_hooks([parameter], but)
-
-
 def have_gradient_hooks(parameters: list[nn.Parameter], but: int = 0) -> bool:
-    """Return whether one of these parameters has such hooks, at no Python call for each."""
+    """Return whether one of these has hooks of `register_hook`, or more than `but` post-accumulate-grad hooks."""
     num_hooks_after = map(len, filter(None, map(_HOOKS_AFTER, parameters)))
     return any(map(_HOOKS, parameters)) or max(num_hooks_after, default=0) > but
 

@@ -15,16 +15,6 @@ MODULES = "_managed_collision_modules"
 """Names in the state_dict of ManagedCollisionEmbedding(Bag)Collection. Source: torchrec/modules/mc_*.py."""
 
 
-def collisions_of(managed: Any) -> Any:
-    """Return the ManagedCollisionCollection of a ManagedCollisionEmbedding(Bag)Collection."""
-    return managed._managed_collision_collection
-
-
-def embeddings_of(managed: Any) -> Any:
-    """Return the EmbeddingBagCollection or EmbeddingCollection of a ManagedCollisionEmbedding(Bag)Collection."""
-    return managed._embedding_module
-
-
 def modules_of(collisions: Any) -> dict[str, nn.Module]:
     """Return the managed collision module of each table of a ManagedCollisionCollection, by name."""
     return dict(collisions._managed_collision_modules.items())

@@ -8,7 +8,7 @@ from torch import nn
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from lightning_distrec._compat.torch import has_gradient_hooks
+from lightning_distrec._compat.torch import have_gradient_hooks
 from lightning_distrec.errors import ConfigError, ShardingError, did_you_mean
 from lightning_distrec.sharding.calls import FEATURE
 from lightning_distrec.sharding.proxies import ShardedProxy
@@ -107,7 +107,7 @@ class PlainEmbeddings:
             return f"{type(plain).__name__} is a subclass and may compute something else: it has its own {changed}"
         if not isinstance(plain.weight, nn.Parameter):
             return "its weight is computed, not a parameter (a parametrization)"
-        if has_gradient_hooks(plain.weight):
+        if have_gradient_hooks([plain.weight]):
             return "its weight has gradient hooks, which would see a part of the gradient only"
         besides = [name for name, _ in [*plain.named_parameters(), *plain.named_buffers()] if name != "weight"]
         if besides:

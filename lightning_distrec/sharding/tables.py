@@ -22,8 +22,8 @@ from torchrec.modules.mc_embedding_modules import (
 )
 from torchrec.modules.mc_modules import ManagedCollisionCollection, ManagedCollisionModule
 
-from lightning_distrec._compat.torch import has_gradient_hooks
-from lightning_distrec._compat.torchrec_collisions import EMBEDDINGS, collisions_of, embeddings_of, modules_of
+from lightning_distrec._compat.torch import have_gradient_hooks
+from lightning_distrec._compat.torchrec_collisions import COLLISIONS, EMBEDDINGS, modules_of
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.sharding.mapping.spec import MappingSpec, specs_of
 from lightning_distrec.sharding.mapping.state import finds_rows
@@ -193,7 +193,7 @@ def find_tables(module: nn.Module, conversion: Conversion = NO_CONVERSION) -> Fo
 
 def _managed_tables(path: str, managed: nn.Module) -> list[Table] | str:
     """Return the tables of a managed collision collection, none where they are sharded; or why they stay unsharded."""
-    inner = embeddings_of(managed)
+    inner = managed.get_submodule(EMBEDDINGS)
     if isinstance(inner, ShardedProxy):
         return []
     if type(inner) not in (EmbeddingBagCollection, EmbeddingCollection):
@@ -204,7 +204,7 @@ def _managed_tables(path: str, managed: nn.Module) -> list[Table] | str:
     if odd := odd_dim(_configs(inner)) or _mapping_obstacle(inner, specs):
         return odd
     inner_path = f"{path}.{EMBEDDINGS}" if path else EMBEDDINGS
-    collisions = collisions_of(managed)
+    collisions = managed.get_submodule(COLLISIONS)
     return [
         Table(inner_path, config, inner, mapping=specs[config.name], collisions=collisions)
         for config in _configs(inner)
@@ -284,7 +284,7 @@ def _refuse_shared_weights(tables: list[Table], odd_tables: list[Table]) -> None
 
 def _check(tables: list[Table]) -> None:
     for table in tables:
-        if has_gradient_hooks(table.parameter):
+        if have_gradient_hooks([table.parameter]):
             raise ShardingError(
                 f"the weight of table '{table.full_name}' has gradient hooks, which would see only this rank's shard "
                 "of the gradient. Register them on the looked up vectors instead."

@@ -136,7 +136,7 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
             refuse_optimizers(self.optimizers, module)
             run.undo.enter_context(clip_over_all_ranks(self.precision_plugin, None, {}))
             run.undo.callback(skip_overflows_on_all_ranks(self.precision_plugin, self.optimizers))
-            adapt_callbacks(trainer, module, None, self.lightning_module_state_dict)
+            adapt_callbacks(trainer, module, self.lightning_module_state_dict)
         self.setup_precision_plugin()
         if run.is_fitting:
             optimizers = [*self.optimizers, *wrapped_optimizers(self)]  # the plugin may have replaced them

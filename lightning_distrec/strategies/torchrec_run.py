@@ -186,7 +186,7 @@ class TorchRecRun(Run):
             # An overflow on one rank skips the step on all, or replicas of dense layers drift apart.
             self.undo.callback(skip_overflows_on_all_ranks(plugin, strategy.optimizers, table_optimizers))
             self.undo.enter_context(call_after_closure(plugin, lambda: plain_shards.enter_context(without_guard())))
-            adapt_callbacks(self.trainer, module, tables.shards, strategy.lightning_module_state_dict)
+            adapt_callbacks(self.trainer, module, strategy.lightning_module_state_dict)
         elif fsdp is None:
             broadcast_module_states(module, self.shard_names())
         strategy.setup_precision_plugin()

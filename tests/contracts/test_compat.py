@@ -156,8 +156,8 @@ def test_has_gradient_hooks_sees_both_kinds() -> None:
     weights = [nn.Parameter(torch.zeros(1)) for _ in range(3)]
     weights[1].register_hook(lambda gradient: None)
     weights[2].register_post_accumulate_grad_hook(lambda weight: None)
-    assert [_torch.has_gradient_hooks(weight) for weight in weights] == [False, True, True]
-    assert [_torch.has_gradient_hooks(weight, but=1) for weight in weights] == [False, True, False]
+    assert [_torch.have_gradient_hooks([weight]) for weight in weights] == [False, True, True]
+    assert [_torch.have_gradient_hooks([weight], but=1) for weight in weights] == [False, True, False]
     assert [_torch.have_gradient_hooks(weights[:n]) for n in range(4)] == [False, False, True, True]
     assert not _torch.have_gradient_hooks([weights[0], weights[2]], but=1)
 

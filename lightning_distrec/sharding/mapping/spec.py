@@ -15,7 +15,7 @@ from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.modules.mc_modules import ManagedCollisionCollection, MCHManagedCollisionModule
 
 from lightning_distrec._compat.torchrec_collisions import (
-    collisions_of,
+    COLLISIONS,
     hash_zch_difference,
     hash_zch_settings,
     mch_difference,
@@ -176,7 +176,7 @@ def specs_of(managed: nn.Module) -> dict[str, MappingSpec] | str:
     """
     if returns_remapped_features(managed):
         return "return_remapped_features=True asks for rows' numbers, which the ranks that look up do not have"
-    collisions = collisions_of(managed)
+    collisions = managed.get_submodule(COLLISIONS)
     if type(collisions) is not ManagedCollisionCollection:
         return f"{type(collisions).__name__} may map ids in another way"
     specs: dict[str, MappingSpec] = {}

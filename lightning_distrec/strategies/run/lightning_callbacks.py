@@ -1,30 +1,24 @@
-"""Lightning's own callbacks that walk a module's parameters: what they get when those are shards."""
+"""Lightning's own callbacks that average a module's parameters: what they get when those are shards."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelSummary, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_distrec._compat.lightning import average_model, set_average_model
 from lightning_distrec.sharding.shard_access import rewriting, write_back
 
-if TYPE_CHECKING:  # torchrec, which modules without tables have no use for
-    from lightning_distrec.sharding.sharded_tables import ShardedTables
-
 FullState = Callable[[], dict[str, Any]]
 """Collective. Returns the module's state_dict, with full tables on rank 0."""
 
 
-def adapt_callbacks(
-    trainer: Trainer, module: LightningModule, tables: "ShardedTables | None", full_state: FullState
-) -> None:
-    """Let averages be kept shard by shard, and summaries count full tables; called after sharding."""
+def adapt_callbacks(trainer: Trainer, module: LightningModule, full_state: FullState) -> None:
+    """Let averages be kept shard by shard; called after sharding."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
             copies = WeightCopies(module, full_state)
@@ -34,8 +28,6 @@ def adapt_callbacks(
                 average.module = copies
             else:
                 set_average_model(callback, copies)
-        elif isinstance(callback, ModelSummary) and tables is not None:
-            _count_full_tables(callback, tables)
 
 
 class WeightCopies(nn.Module):
@@ -104,30 +96,3 @@ class WeightCopies(nn.Module):
                 value = copy.detach().clone()
                 copy.copy_(other)
                 other.copy_(value)
-
-
-def _count_full_tables(callback: ModelSummary, tables: "ShardedTables") -> None:
-    def on_fit_start(trainer: Trainer, module: LightningModule) -> None:
-        del callback.on_fit_start  # only once: the class's method serves later runs
-        with _full_numel(tables):
-            type(callback).on_fit_start(callback, trainer, module)
-
-    callback.on_fit_start = on_fit_start  # type: ignore[method-assign, assignment]
-
-
-@contextmanager
-def _full_numel(tables: "ShardedTables") -> Iterator[None]:
-    """Inside of the context `numel` of a table's parameter is that of the unsharded table."""
-    # Lightning's model summary asks each parameter for numel(): an instance attribute hides Tensor's method.
-    sized = [(table, shard) for table in tables.tables for shard in tables.shards[table.full_name]]
-    counted: set[str] = set()
-    for table, shard in sized:
-        # Several shards of a table on this rank: the first has the table's size, the others 0.
-        size = 0 if table.full_name in counted else table.config.num_embeddings * table.config.embedding_dim
-        counted.add(table.full_name)
-        shard.weight.numel = partial(int, size)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for _, shard in sized:
-            del shard.weight.numel

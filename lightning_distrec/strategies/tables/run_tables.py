@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_distrec._compat.fbgemm import set_fbgemm_iterations
-from lightning_distrec._compat.torch import has_gradient_hooks, have_gradient_hooks
+from lightning_distrec._compat.torch import have_gradient_hooks
 from lightning_distrec.errors import OptimizerError
 from lightning_distrec.optimizers.param_groups import find_param_group
 from lightning_distrec.optimizers.step_hooks import (
@@ -235,7 +235,7 @@ class RunTables:
         if not have_gradient_hooks(self._fused_shards, but=1):
             return
         for name in self.fused_tables:
-            if any(has_gradient_hooks(shard.weight, but=1) for shard in self.shards.shards[name]):
+            if have_gradient_hooks([shard.weight for shard in self.shards.shards[name]], but=1):
                 raise OptimizerError(
                     f"a gradient hook was registered on the weight of '{name}', which has no gradient: it is updated "
                     "inside of backward. Set embedding_update='sparse' or 'dense' for it."
