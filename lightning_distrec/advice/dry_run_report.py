@@ -1,6 +1,5 @@
 """Reports of a dry run: text for people, JSON for programs."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ from rich.table import Table as TextTable
 
 from lightning_distrec.advice.dry_run import DryRun
 from lightning_distrec.advice.limits import MAX_BATCH, MAX_RANKS, Edge
-from lightning_distrec.sharding.planning.report_text import milliseconds_in_words, replicas_in_words
+from lightning_distrec.sharding.planning.report_text import rank_columns, replicas_in_words
 from lightning_distrec.sharding.planning.sharding_plan import TIME_PARTS, ShardingPlan
 from lightning_distrec.sharding.planning.traffic import TRAFFIC_KINDS
 from lightning_distrec.units import format_bytes, quantity
@@ -47,31 +46,12 @@ def _ranks(plan: ShardingPlan) -> TextTable:
     text.add_column("")
     for heading in ("min", "mean", "max", "max on rank"):
         text.add_column(heading, justify="right")
-    for name, values, format_value in _columns(plan):
+    for name, values, format_value in rank_columns(plan):
         worst = int(values.argmax())
         text.add_row(
             name, *(format_value(float(value)) for value in (values.min(), values.mean(), values[worst])), f"{worst:,}"
         )
     return text
-
-
-def _columns(plan: ShardingPlan) -> list[tuple[str, Vector, Callable[[float], str]]]:
-    memory, traffic = plan.memory, plan.traffic
-    columns: list[tuple[str, Vector, Callable[[float], str]]] = [
-        ("memory for tables", memory.tables, format_bytes),
-        *((f"... {part}", part_bytes, format_bytes) for part, part_bytes in plan.memory_parts().items()),
-        # 1 byte in place of none: no division by zero.
-        ("... share of usable memory", memory.tables / np.maximum(memory.usable, 1), "{:.1%}".format),
-        ("layers without tables", np.full(plan.num_ranks, plan.dense_bytes), format_bytes),
-    ]
-    if plan.host_memory is not None:
-        columns.append(("host memory for tables", plan.host_memory.tables, format_bytes))
-    if plan.cost.known:
-        columns.append(("estimated time", plan.cost.milliseconds_by_rank, milliseconds_in_words))
-    columns.append(("sent within the node", traffic.within_node(), format_bytes))
-    if plan.layout.num_nodes > 1:
-        columns.append(("sent to other nodes", traffic.across_nodes(), format_bytes))
-    return columns
 
 
 def _batch_in_words(edge: Edge) -> str:

@@ -1,13 +1,11 @@
 """A plan as one self-contained HTML file."""
 
 import base64
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_distrec.atomic_files import replace_file
 from lightning_distrec.sharding.planning.planned_table import PlannedTable
@@ -15,7 +13,7 @@ from lightning_distrec.sharding.planning.report_pictures import can_draw, draw_p
 from lightning_distrec.sharding.planning.report_text import (
     headline,
     memory_in_words,
-    milliseconds_in_words,
+    rank_columns,
     replicas_in_words,
     sent_in_words,
     some_ranks_in_words,
@@ -23,7 +21,6 @@ from lightning_distrec.sharding.planning.report_text import (
     updates_in_words,
 )
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
-from lightning_distrec.sharding.planning.traffic import TRAFFIC_KINDS
 from lightning_distrec.units import format_bytes
 
 MAX_ROWS = 25
@@ -103,19 +100,15 @@ def page(plan: ShardingPlan, pictures: dict[str, bytes] | None = None) -> str:
 
 
 def _findings(plan: ShardingPlan) -> str:
-    findings = [memory_in_words(plan.memory, "GPU" if plan.on_gpu else "host")]
-    if plan.host_memory is not None:
-        findings.append(memory_in_words(plan.host_memory, "host"))
-    findings += [
+    findings = [
+        memory_in_words(plan.memory, "GPU" if plan.on_gpu else "host"),
+        "" if plan.host_memory is None else memory_in_words(plan.host_memory, "host"),
         time_in_words(plan) or "The time of a step is not known: the plan was not estimated",
+        updates_in_words(plan),
         sent_in_words(plan),
+        replicas_in_words(plan),
     ]
-    if updates := updates_in_words(plan):
-        # Before what is sent and after the time, which this finding explains.
-        findings.insert(-1, updates)
-    if replicas := replicas_in_words(plan):
-        findings.append(replicas)
-    return f'<ul class="findings">{"".join(f"<li>{escape(finding)}.</li>" for finding in findings)}</ul>'
+    return f'<ul class="findings">{"".join(f"<li>{escape(finding)}.</li>" for finding in findings if finding)}</ul>'
 
 
 def _assumptions(plan: ShardingPlan) -> str:
@@ -129,21 +122,7 @@ def _assumptions(plan: ShardingPlan) -> str:
 
 def _ranks(plan: ShardingPlan) -> str:
     """Return memory, time and traffic of each rank; of many ranks, percentiles."""
-    memory, sent = plan.memory, plan.traffic
-    columns: list[tuple[str, NDArray[Any], Callable[[float], str]]]
-    columns = [("tables", memory.tables, format_bytes)]
-    columns += [(f"... {part}", part_bytes, format_bytes) for part, part_bytes in plan.memory_parts().items()]
-    columns.append(("usable memory", memory.usable, format_bytes))
-    if plan.dense_bytes:
-        columns.append(("layers without tables", np.full(plan.num_ranks, plan.dense_bytes), format_bytes))
-    if plan.host_memory is not None:
-        columns.append(("tables on host", plan.host_memory.tables, format_bytes))
-    if plan.cost.known:
-        columns.append(("estimated time", plan.cost.milliseconds_by_rank, milliseconds_in_words))
-    columns += [(f"sent: {kind}", sent.sent(kind), format_bytes) for kind in TRAFFIC_KINDS if sent.sent(kind).any()]
-    if sent.layout.num_nodes > 1:
-        columns.append(("sent to other nodes", sent.across_nodes(), format_bytes))
-    num_ranks = plan.layout.num_ranks
+    columns, num_ranks = rank_columns(plan), plan.num_ranks
     # Of many ranks, percentiles: each is the value of some rank, so that one rank may be looked for.
     few = num_ranks <= MAX_ROWS
     names = [str(rank) for rank in range(num_ranks)] if few else [name for name, _ in QUANTILES]

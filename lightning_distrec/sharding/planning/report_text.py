@@ -1,61 +1,19 @@
 """The start table: each table with its sharding type, ranks and update; and findings about a plan in sentences."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
-from rich.measure import Measurement
+from rich.console import Console, JustifyMethod
 from rich.table import Table as TextTable
-from rich.text import Text
 
 from lightning_distrec.sharding.planning.planned_table import PlannedTable
-from lightning_distrec.sharding.planning.sharding_plan import PlanCost, RankUsage, ShardingPlan
-from lightning_distrec.sharding.planning.traffic import Traffic
+from lightning_distrec.sharding.planning.sharding_plan import RankUsage, ShardingPlan
+from lightning_distrec.sharding.planning.traffic import TRAFFIC_KINDS
 from lightning_distrec.sharding.sharders import QuantizedComms
-from lightning_distrec.sharding.sharding_groups import NodeLayout
-from lightning_distrec.units import format_bytes, format_ranks, quantity
-
-NARROWEST = 9
-
-
-class TableName:
-    """One name in a column of a rich table.
-
-    narrowest: the number of letters below which names are not shortened, but continue on another line; see
-    `narrowest_width`.
-    """
-
-    def __init__(self, name: str, narrowest: int) -> None:
-        self.name, self.narrowest = name, narrowest
-
-    # rich calls the next two methods by their names: the first before it divides
-    # the width among columns, the second after that.
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        """Return the least and the largest width."""
-        return Measurement(min(self.narrowest, len(self.name)), len(self.name)).with_maximum(options.max_width)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Return the name in the width that there is."""
-        width = options.max_width
-        name = self.name if len(self.name) <= width or width < self.narrowest else shortened(self.name, width)
-        yield Text(name, overflow="fold")
-
-
-def shortened(name: str, width: int) -> str:
-    """Return the end of `name` in `width` letters."""
-    return name if len(name) <= width else f"…{name[1 - width :]}"
-
-
-def narrowest_width(names: Iterable[str]) -> int:
-    """Return the least width, from NARROWEST on, in which no two names are shortened to the same text."""
-    names = set(names)
-    width = NARROWEST
-    # Ends at the length of the longest name at the latest, because names differ.
-    while len({shortened(name, width) for name in names}) < len(names):
-        width += 1
-    return width
+from lightning_distrec.units import format_bytes, format_ranks, quantity, shortened
 
 
 def headline(plan: ShardingPlan) -> str:
@@ -90,20 +48,17 @@ def time_in_words(plan: ShardingPlan) -> str:
     """Return how long the slowest rank spends on tables; "" if the plan was not estimated."""
     if not plan.cost.known:
         return ""
-    rank_times = plan.cost.milliseconds_by_rank
+    rank_times, path = plan.cost.milliseconds_by_rank, plan.cost.critical_path
     slowest, mean = float(rank_times.max()), float(rank_times.mean())
-    if len(rank_times) == 1:
-        return f"A step spends {milliseconds_in_words(slowest)} on tables"
-    comparison = ", as all ranks do"
     # Within half a percent ranks count as equal: the numbers are printed with three digits.
-    if slowest > 1.005 * mean:
-        comparison = f", {slowest / mean - 1:.0%} more than the average of {milliseconds_in_words(mean)}"
-    subject = f"Rank {int(rank_times.argmax())}, the slowest,"
-    path = plan.cost.critical_path
-    waits = ""
+    is_even = slowest <= 1.005 * mean
+    text = f"Estimated time for tables, per step: {milliseconds_in_words(slowest)}"
+    if len(rank_times) > 1:
+        text += " on every rank" if is_even else f" on the slowest rank ({int(rank_times.argmax())})"
+    text += "" if is_even else f", {milliseconds_in_words(mean)} on average"
     if path > 1.005 * slowest:
-        waits = f"; with waits for the slowest rank of each exchange a step takes {milliseconds_in_words(path)}"
-    return f"{subject} spends {milliseconds_in_words(slowest)} of a step on tables{comparison}{waits}"
+        text += f"; {milliseconds_in_words(path)} with waits for the slowest rank of each exchange"
+    return text
 
 
 def updates_in_words(plan: ShardingPlan) -> str:
@@ -143,13 +98,12 @@ def sent_in_words(plan: ShardingPlan) -> str:
     if traffic.layout.num_ranks == 1:
         return "Nothing is sent: there is only one rank"
     sent = traffic.sent()
-    across = ""
+    text = f"Estimated bytes sent for tables, per rank and step: {format_bytes(float(sent.mean()))}"
     if traffic.layout.num_nodes > 1 and sent.sum() > 0:
-        across = f", {traffic.across_nodes().sum() / sent.sum():.0%} of it to other nodes"
-    largest = ""
+        text += f", {traffic.across_nodes().sum() / sent.sum():.0%} of it to other nodes"
     if sent.max() > 1.005 * sent.mean():
-        largest = f"; rank {int(sent.argmax())} sends the most, {format_bytes(float(sent.max()))}"
-    return f"A rank sends {format_bytes(float(sent.mean()))} per step on average{across}{largest}"
+        text += f"; most by rank {int(sent.argmax())}: {format_bytes(float(sent.max()))}"
+    return text
 
 
 def replicas_in_words(plan: ShardingPlan) -> str:
@@ -202,31 +156,33 @@ def print_plan(
     # For an output that is no terminal rich assumes 80 columns, which would fold most of the table's columns.
     if not console.is_terminal:
         console = Console(width=NARROWEST_COLUMNS, file=console.file)
-    tables = list(plan.tables.values())
-    text = TextTable(
-        title=_title(plan.layout),
-        title_justify="left",
-        caption=_memory(plan)
-        + _types(tables, output_dtype)
-        + _comms(plan.comms)
-        + _time(plan.cost)
-        + (f"\n{updates}" if (updates := updates_in_words(plan)) else "")
-        + _sent(plan.traffic)
-        + (f"\n{replicas}" if (replicas := replicas_in_words(plan)) else "")
-        + _deduplicated(tables)
-        + _rest(tables)
-        + (f"\n{planned_with}" if planned_with else "")
-        + _left_alone(left_alone or {}),
-        caption_justify="left",
-    )
+    tables, layout = list(plan.tables.values()), plan.layout
+    title = f"Embedding tables over {quantity(layout.num_ranks, 'rank')}"
+    title += f" in each of {layout.num_replicas} groups" if layout.num_replicas > 1 else ""
+    lines = [
+        _memory(plan),
+        _types(tables, output_dtype),
+        _comms(plan.comms),
+        time_in_words(plan),
+        updates_in_words(plan),
+        sent_in_words(plan),
+        replicas_in_words(plan),
+        _deduplicated(tables),
+        _rest(tables),
+        planned_with,
+        *_left_alone(left_alone or {}),
+    ]
+    caption = "\n".join(line for line in lines if line)
+    text = TextTable(title=title, title_justify="left", caption=caption, caption_justify="left")
     for heading in ("table", "rows x dim", "sharding type", "ranks", "largest shard", "update", "why"):
         justify: JustifyMethod = "right" if heading in ("rows x dim", "largest shard") else "left"
         text.add_column(heading, justify=justify, overflow="fold")
-    printed = _printed(tables)
-    narrowest = narrowest_width(table.name for table in printed)
-    for table in printed:
+    # The largest are selected, and printed in the model's order, in which users look for them.
+    largest = sorted(tables, key=lambda table: -table.num_rows * table.dim)[:MAX_TABLES]
+    names = {table.name for table in largest}
+    for table in (table for table in tables if table.name in names):
         text.add_row(
-            TableName(table.name, narrowest),
+            table.name,
             f"{table.num_rows:,} x {table.dim}",
             table.sharding_type,
             some_ranks_in_words(np.unique(table.ranks).tolist()),
@@ -243,74 +199,22 @@ def some_ranks_in_words(ranks: list[int]) -> str:
     return text if text.count(",") < MAX_RANKS else f"{len(ranks)} of {ranks[0]}-{ranks[-1]}"
 
 
-def _printed(tables: Sequence[PlannedTable]) -> Sequence[PlannedTable]:
-    """Return the tables that are printed, in their order."""
-    if len(tables) <= MAX_TABLES:
-        return tables
-    # The largest are selected, and printed in the model's order, in which users look for them.
-    largest = sorted(tables, key=lambda table: -table.num_rows * table.dim)[:MAX_TABLES]
-    names = {table.name for table in largest}
-    return [table for table in tables if table.name in names]
-
-
 def _rest(tables: Sequence[PlannedTable]) -> str:
     num_hidden = len(tables) - MAX_TABLES
-    return (
-        f"\n{quantity(num_hidden, 'smaller table')} not shown; the callback PlanLogger writes them all"
-        if num_hidden > 0
-        else ""
-    )
+    hidden = f"{quantity(num_hidden, 'smaller table')} not shown; the callback PlanLogger writes them all"
+    return hidden if num_hidden > 0 else ""
 
 
 def _deduplicated(tables: Sequence[PlannedTable]) -> str:
     """Return a line about tables whose repeated ids are sent once."""
     texts = [f"{table.name} ({table.distinct_share:.0%} are different)" for table in tables if table.deduplicated]
-    remainder = f" and {len(texts) - MAX_RANKS} more" if len(texts) > MAX_RANKS else ""
-    return f"\nIds that a batch repeats are sent once: {', '.join(texts[:MAX_RANKS])}{remainder}" if texts else ""
+    return f"Ids that a batch repeats are sent once: {shortened(texts, MAX_RANKS)}" if texts else ""
 
 
-def _left_alone(reasons: Mapping[str, str]) -> str:
-    lines = [f"\n'{path}' is not sharded, every rank has all of it: {reason}" for path, reason in reasons.items()]
-    remainder = [f"\n{quantity(len(lines) - MAX_TABLES, 'more module')} not sharded"] if len(lines) > MAX_TABLES else []
-    return "".join(lines[:MAX_TABLES] + remainder)
-
-
-def _time(cost: PlanCost) -> str:
-    """Return a line about the estimated time of a step, if it is known."""
-    if not cost.known:
-        return ""
-    rank_times = cost.milliseconds_by_rank
-    line = f"\nEstimated time for tables, per step: {cost.critical_path:.3g} ms"
-    if len(rank_times) == 1:
-        return line
-    mean = float(rank_times.mean())
-    # From the shortest sentence to the longest: all alike, one slow rank, different ranks slow in different exchanges.
-    if cost.critical_path <= 1.005 * mean:
-        return f"{line} on every rank"
-    slowest, busiest = int(rank_times.argmax()), float(rank_times.max())
-    if cost.critical_path <= 1.005 * busiest:
-        return f"{line} on the slowest rank ({slowest}), {mean:.3g} ms on average"
-    waits = "each exchange waits for its slowest rank"
-    return f"{line}: {waits}; rank {slowest} is busy for {busiest:.3g} ms of it, {mean:.3g} ms on average"
-
-
-def _sent(traffic: Traffic) -> str:
-    """Return a line about what ranks send, where there are several."""
-    if traffic.layout.num_ranks == 1:
-        return ""
-    sent, within, across = traffic.sent(), traffic.within_node(), traffic.across_nodes()
-    nodes = ""
-    if traffic.layout.num_nodes > 1:
-        nodes = f" ({format_bytes(within.mean())} within its node, {format_bytes(across.mean())} across nodes)"
-    largest = f"; most by rank {int(sent.argmax())}: {format_bytes(sent.max())}" if sent.max() > sent.min() else ""
-    return f"\nEstimated bytes sent for tables, per rank and step: {format_bytes(sent.mean())}{nodes}{largest}"
-
-
-def _title(layout: NodeLayout) -> str:
-    num_ranks = layout.num_ranks
-    if layout.num_replicas > 1:
-        return f"Embedding tables over {quantity(num_ranks, 'rank')} in each of {layout.num_replicas} groups"
-    return f"Embedding tables over {'1 rank: nothing is sharded' if num_ranks == 1 else f'{num_ranks} ranks'}"
+def _left_alone(reasons: Mapping[str, str]) -> list[str]:
+    lines = [f"'{path}' is not sharded, every rank has all of it: {reason}" for path, reason in reasons.items()]
+    remainder = [f"{quantity(len(lines) - MAX_TABLES, 'more module')} not sharded"] if len(lines) > MAX_TABLES else []
+    return lines[:MAX_TABLES] + remainder
 
 
 def _memory(plan: ShardingPlan) -> str:
@@ -322,26 +226,38 @@ def _memory(plan: ShardingPlan) -> str:
 
 def _comms(comms: QuantizedComms) -> str:
     """Return a line about the types in which rows are sent, where they are rounded."""
-    if comms.is_exact:
-        return ""
     ways = f"rows are sent as {comms.forward}, their gradients as {comms.backward}"
-    return f"\nquantized_comms: {ways}, which rounds them"
+    return "" if comms.is_exact else f"quantized_comms: {ways}, which rounds them"
 
 
 def _types(tables: Sequence[PlannedTable], output_dtype: torch.dtype | None) -> str:
     """Return a line about types, unless all are float32."""
-    rows = list(dict.fromkeys(_row_type(table) for table in tables))
-    if rows == ["float32"] and output_dtype is None:
+    names: dict[str, list[str]] = {}
+    for table in tables:
+        names.setdefault(f"float{8 * table.element_bytes}", []).append(table.name)
+    kinds = list(names)
+    if kinds == ["float32"] and output_dtype is None:
         return ""
-    looked_up = "" if output_dtype is None else f" and are looked up as {_short(output_dtype)}"
-    names = {kind: [table.name for table in tables if _row_type(table) == kind] for kind in rows}
-    rounded = "" if len(rows) == 1 else "; ".join(f" {kind}: {', '.join(names[kind])}" for kind in rows[1:])
-    return f"\nrows are {' or '.join(rows)}{looked_up}{f' ({rounded.strip()})' if rounded else ''}"
+    looked_up = "" if output_dtype is None else f" and are looked up as {str(output_dtype).removeprefix('torch.')}"
+    others = "; ".join(f"{kind}: {', '.join(names[kind])}" for kind in kinds[1:])
+    return f"rows are {' or '.join(kinds)}{looked_up}{f' ({others})' if others else ''}"
 
 
-def _row_type(table: PlannedTable) -> str:
-    return f"float{8 * table.element_bytes}"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def rank_columns(plan: ShardingPlan) -> list[tuple[str, NDArray[Any], Callable[[float], str]]]:
+    """Return what each rank holds, takes and sends: name, (R,) numbers, how one of them is written."""
+    memory, sent = plan.memory, plan.traffic
+    columns: list[tuple[str, NDArray[Any], Callable[[float], str]]] = [
+        ("memory for tables", memory.tables, format_bytes),
+        *((f"... {part}", part_bytes, format_bytes) for part, part_bytes in plan.memory_parts().items()),
+        ("usable memory", memory.usable, format_bytes),
+    ]
+    if plan.dense_bytes:
+        columns.append(("layers without tables", np.full(plan.num_ranks, plan.dense_bytes), format_bytes))
+    if plan.host_memory is not None:
+        columns.append(("host memory for tables", plan.host_memory.tables, format_bytes))
+    if plan.cost.known:
+        columns.append(("estimated time", plan.cost.milliseconds_by_rank, milliseconds_in_words))
+    columns += [(f"sent: {kind}", sent.sent(kind), format_bytes) for kind in TRAFFIC_KINDS if sent.sent(kind).any()]
+    if sent.layout.num_nodes > 1:
+        columns.append(("sent to other nodes", sent.across_nodes(), format_bytes))
+    return columns

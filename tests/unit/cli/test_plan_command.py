@@ -207,10 +207,10 @@ def test_it_prints_one_screen_and_writes_the_page(run: Run) -> None:
         "memory for tables",
         "... rows",
         "... exchange and cache",
-        "... share of usable memory",
+        "usable memory",
         "layers without tables",
         "estimated time",
-        "sent within the node",
+        "sent: ids",
         "sent to other",
     ):
         assert row in text

@@ -104,9 +104,9 @@ def test_the_page_of_two_ranks_shows_what_they_hold_take_and_send() -> None:
     assert read.texts["li"] == [
         "Rank 1, the fullest, fills 75% of its GPU memory: 768.0 MiB of 1.0 GiB.",
         "Rank 1, the fullest, fills 25% of its host memory: 1.0 GiB of 4.0 GiB.",
-        "Rank 1, the slowest, spends 3 ms of a step on tables, 20% more than the average of 2.5 ms.",
-        f"A rank sends {format_bytes(sent.mean())} per step on average; rank {sent.argmax()} sends the most, "
-        f"{format_bytes(sent.max())}.",
+        "Estimated time for tables, per step: 3 ms on the slowest rank (1), 2.5 ms on average.",
+        f"Estimated bytes sent for tables, per rank and step: {format_bytes(sent.mean())}; most by rank "
+        f"{sent.argmax()}: {format_bytes(sent.max())}.",
     ]
     ranks = {row[0]: row[1:] for row in read.rows if row[0] in "01"}
     assert ranks["0"][:7] == ["256.0 MiB", "16.0 MiB", "240.0 MiB", "1.0 GiB", "3.0 MiB", "0 B", "2 ms"]
@@ -267,5 +267,5 @@ def test_times_are_reported_with_their_unit(number: float, message: str) -> None
 
 def test_ranks_that_take_alike_are_reported_as_such() -> None:
     assert time_in_words(two_ranks(cost=costs([2.0, 2.0], [0.1, 0.1], [0.0, 0.0]))) == (
-        "Rank 0, the slowest, spends 2 ms of a step on tables, as all ranks do"
+        "Estimated time for tables, per step: 2 ms on every rank"
     )
