@@ -5,7 +5,7 @@ from dataclasses import fields
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from lightning_distrec.errors import ConfigError
+from lightning_distrec.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
 
@@ -17,20 +17,25 @@ DEFAULT_TIMEOUT_SECONDS = 1800.0
 def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
     """Raise ConfigError: the value of option `name` is none of the choices."""
     if value not in (allowed := tuple(choices)):
-        raise ConfigError(f"{name}={value!r} is not known. Use one of {', '.join(map(repr, allowed))}.")
+        near = did_you_mean(value, map(str, allowed)) if isinstance(value, str) else "."
+        raise ConfigError(f"{name}={value!r} is not known{near} Use one of {', '.join(map(repr, allowed))}.")
 
 
-def as_options(argument: str, kind: type[T], value: T | dict[str, Any] | None) -> T:
+def as_options(argument: str, kind: type[T], value: T | Mapping[str, Any] | None) -> T:
     """Return the options that an argument of the strategy holds; None means the defaults of `kind`.
 
     Raises ConfigError: an option is unknown, or has an invalid value.
     """
     if isinstance(value, kind):
         return value
-    options: dict[str, Any] = value or {}  # type: ignore[assignment]
+    options = {} if value is None else value
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-    if unknown := sorted(set(options) - set(names)):
-        raise ConfigError(f"{argument}: {', '.join(unknown)} is not known. It takes {' and '.join(names)}.")
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"{argument}={value!r}: options are needed, some of {', '.join(names)}.")
+    for name in options:
+        if name not in names:
+            near = did_you_mean(str(name), names)
+            raise ConfigError(f"{argument}: there is no option {name!r}{near} Use some of {', '.join(names)}.")
     return kind(**options)
 
 

@@ -11,7 +11,6 @@ import torch
 from lightning.pytorch import LightningModule
 
 from lightning_distrec.advice.dry_module import DryModule, dry_module
-from lightning_distrec.errors import DistRecError
 from lightning_distrec.sharding.planning.bandwidths import Bandwidth, bandwidth_request
 from lightning_distrec.sharding.planning.constraints import TableConstraints
 from lightning_distrec.sharding.planning.id_counts import MIN_FACTOR
@@ -121,8 +120,8 @@ def describe_misfit(plan: ShardingPlan, plan_name: str) -> str:
 
 def planned_share(
     module: LightningModule, job: Job, trainer: Any, device_type: str, settings: TableSettings, profile: StepProfile
-) -> tuple[TablesShare | None, str]:
-    """Return what the fullest rank holds and what the busiest sends; or None and why there is no plan.
+) -> TablesShare:
+    """Return what the fullest rank holds and what the busiest sends. Raises DistRecError: there is no plan.
 
     Arguments as `advise`. Ids per example are those of the profile, where they were counted.
     """
@@ -142,17 +141,10 @@ def planned_share(
         gradient_clip_val=trainer.gradient_clip_val,
         precision=job.precision,
     )
-    try:
-        dry = dry_module(module, like_trainer, settings, device)
-        decisions = make_decisions(dry, dry_job)
-        counted = {
-            name: _counted(dry, name, constraints, profile) for name, constraints in decisions.constraints.items()
-        }
-        plan = new_plan(replace(decisions, constraints=counted), settings, make_facts(dry, dry_job))
-    except DistRecError as error:
-        # No plan is no error here: the advice goes on without, and its note takes the first sentence.
-        return None, str(error).split(". ")[0]
-    return _share(plan), ""
+    dry = dry_module(module, like_trainer, settings, device)
+    decisions = make_decisions(dry, dry_job)
+    counted = {name: _counted(dry, name, constraints, profile) for name, constraints in decisions.constraints.items()}
+    return _share(new_plan(replace(decisions, constraints=counted), settings, make_facts(dry, dry_job)))
 
 
 def _counted(dry: DryModule, name: str, constraints: TableConstraints, profile: StepProfile) -> TableConstraints:
@@ -163,7 +155,7 @@ def _counted(dry: DryModule, name: str, constraints: TableConstraints, profile: 
     # A collection's profile counts what is sent for ids: one length per example too, which is no id.
     lengths = 0 if table.plain is not None else examples
     features = table.config.feature_names
-    factors = tuple(max(MIN_FACTOR, (lookups.ids[feature] - lengths) / examples) for feature in features)
+    factors = tuple(max(MIN_FACTOR, (lookups[feature] - lengths) / examples) for feature in features)
     return replace(constraints, pooling_factors=factors)
 
 

@@ -11,6 +11,7 @@ from rich.table import Table as TextTable
 
 from lightning_distrec.advice.dry_job import planned_share
 from lightning_distrec.advice.stages_estimate import PIPELINE, estimate_stages
+from lightning_distrec.errors import DistRecError, InfeasiblePlanError
 from lightning_distrec.option_values import as_options
 from lightning_distrec.sharding.plain_embeddings import Conversion
 from lightning_distrec.strategies.data_parallel.powersgd import PowerSGDOptions
@@ -21,6 +22,7 @@ from lightning_distrec.strategies.estimates.estimate import (
     TORCHREC,
     TORCHREC_FSDP,
     Estimate,
+    TablesShare,
     estimate_strategies,
 )
 from lightning_distrec.strategies.estimates.module_sizes import Job, ModuleSizes, TableSize, measure_module
@@ -117,17 +119,21 @@ def advise(
     """
     profile, options = profile or StepProfile(), options or ChosenOptions()
     conversion = Conversion()
-    sizes = measure_module(module, settings, device_type, conversion, options.dense)
-    # A plan shows the fullest rank. Without one, tables are taken to be spread evenly, and a note reports it.
-    planned, no_plan_reason = None, ""
-    if sizes.tables and TORCHREC not in sizes.refused:
+    sizes = measure_module(module, conversion, options.dense)
+    planned = None
+    if sizes.tables:
         table_settings = table_settings or TorchRecShardedStrategy().table_settings
-        planned, no_plan_reason = planned_share(module, job, settings, device_type, table_settings, profile)
+        try:
+            planned = planned_share(module, job, settings, device_type, table_settings, profile)
+        except InfeasiblePlanError as error:
+            planned = TablesShare(refused=str(error).split(". ")[0])
+        except DistRecError as error:
+            sizes.refused[TORCHREC] = str(error)
     estimates = estimate_strategies(sizes, job, profile, planned, options.dense)
     stages, stages_notes = estimate_stages(module, sizes, job, settings, profile, device_type, options.stages)
     estimates.append(stages)
     strategy, reason = _choose(sizes, estimates, job, conversion.min_rows)
-    notes = _notes(sizes, job, profile, no_plan_reason) + stages_notes + ([options.note] if options.note else [])
+    notes = _notes(sizes, job, profile) + stages_notes + ([options.note] if options.note else [])
     return Advice(job=job, estimates=estimates, strategy=strategy, reason=reason, notes=notes)
 
 
@@ -141,8 +147,11 @@ def _choose(sizes: ModuleSizes, estimates: list[Estimate], job: Job, min_rows: i
     # Large tables first: DDP would reduce the gradient of every row and FSDP gather every row, while lookups send those
     # in use.
     torchrec, ddp, fsdp = candidates.get(TORCHREC), candidates[DDP], candidates[FSDP]
-    if torchrec is not None and not torchrec.refused and large and share > MIN_TABLES_SHARE:
+    # Tables that no plan fits are torchrec_sharded's as well: it needs more ranks, and others need even more.
+    if torchrec is not None and TORCHREC not in sizes.refused and large and share > MIN_TABLES_SHARE:
         tables_reason = _describe_tables(sizes.tables, large[0], share)
+        if torchrec.refused:
+            return TORCHREC, f"{tables_reason}, although {torchrec.refused}: use more ranks"
         if torchrec.total <= usable:
             return TORCHREC, tables_reason
         hybrid = candidates[TORCHREC_FSDP]
@@ -203,7 +212,7 @@ def _share_of_tables(sizes: ModuleSizes) -> float:
     return table_bytes / total if total else 0.0
 
 
-def _notes(sizes: ModuleSizes, job: Job, profile: StepProfile, no_plan_reason: str) -> list[str]:
+def _notes(sizes: ModuleSizes, job: Job, profile: StepProfile) -> list[str]:
     notes = [*sizes.notes, *profile.notes]
     if profile.activation_bytes is None and not profile.notes:
         notes.append("activations are left out: no batch was run")
@@ -219,10 +228,8 @@ def _notes(sizes: ModuleSizes, job: Job, profile: StepProfile, no_plan_reason: s
         notes.append(f"the sparse gradient of {sparse[0]} is left out of memory, and of what ddp_tuned sends")
     if sizes.tables:
         notes.append(
-            f"tables are assumed to be spread evenly, because no plan was made: {no_plan_reason}"
-            if no_plan_reason
-            else "tables are planned, with the defaults of torchrec_sharded: memory "
-            "is the fullest rank's, bytes are those of the rank that sends the most"
+            "tables are planned, with the defaults of torchrec_sharded: memory is the fullest rank's, bytes are those "
+            "of the rank that sends the most"
         )
         notes.append(_note_about_lookups(sizes.tables, profile))
     return notes

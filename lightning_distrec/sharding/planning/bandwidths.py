@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torchrec.distributed.planner import constants
 
 from lightning_distrec.errors import ConfigError, did_you_mean
+from lightning_distrec.option_values import as_options
 from lightning_distrec.ranks import Ranks
 from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.units import format_bandwidth, parse_bandwidth
@@ -146,19 +147,14 @@ def bandwidth_request(option: BandwidthOption, environment: Mapping[str, str]) -
 
 def as_bandwidths(option: BandwidthOption) -> Bandwidths:
     """Return the bandwidths that the argument names one by one. Raises ConfigError: these cannot be bandwidths."""
-    names = ", ".join(NAMES)
     if option is None or option == MEASURE:
         return Bandwidths()
-    if isinstance(option, Bandwidths):
-        return option
-    if not isinstance(option, Mapping):
-        near = did_you_mean(str(option), (MEASURE,))
-        raise ConfigError(f"planning.bandwidths={option!r}: 'measure' or a dict with some of {names} is needed{near}")
-    for name in option:
-        if name not in NAMES:
-            near = did_you_mean(str(name), NAMES)
-            raise ConfigError(f"planning.bandwidths: there is no bandwidth {name!r}{near} Use some of {names}.")
-    return Bandwidths(**option)
+    if isinstance(option, str):
+        near = did_you_mean(option, (MEASURE,))
+        raise ConfigError(
+            f"planning.bandwidths={option!r} is not known{near} Set 'measure', or some of {', '.join(NAMES)}."
+        )
+    return as_options("planning.bandwidths", Bandwidths, option)
 
 
 # --------------------------------------------------------------------------------------------------------- measurement

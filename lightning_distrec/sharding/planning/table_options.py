@@ -4,16 +4,18 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lightning_distrec.errors import ConfigError, ShardingError, did_you_mean
+from lightning_distrec.option_values import as_options, check_choice
 from lightning_distrec.sharding.planning.bandwidths import BandwidthOption, as_bandwidths
 from lightning_distrec.sharding.planning.topology import reservation_of
 from lightning_distrec.sharding.sharders import KERNELS, SHARDING_TYPES
 from lightning_distrec.sharding.tables import Table
 
 EmbeddingUpdate = Literal["auto", "fused", "sparse", "dense", "fused_lazy"]
-EMBEDDING_UPDATES: tuple[str, ...] = ("auto", "fused", "sparse", "dense", "fused_lazy")
+CHOICES = {"embedding_update": get_args(EmbeddingUpdate), "ids": ("dynamic",), "evict": ("lru", "lfu", "never")}
+"""Options of one table whose values are words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,9 @@ class TableOptions:
     """How often an id is looked up in training until it gets a row of its own; None: once."""
 
     def __post_init__(self) -> None:
-        _check_name("embedding_update", self.embedding_update, EMBEDDING_UPDATES)
+        for name, choices in CHOICES.items():
+            if getattr(self, name) is not None:
+                check_choice(name, getattr(self, name), choices)
         if self.sharding_types is not None:
             _check_names("sharding_types", self.sharding_types, SHARDING_TYPES, "one sharding type")
         if self.compute_kernels is not None:
@@ -93,8 +97,6 @@ class TableOptions:
             raise ConfigError("gathered_weight=True: data_parallel tables are not gathered. Set replicated=True alone.")
 
     def _check_ids(self) -> None:
-        _check_name("ids", self.ids, ("dynamic",))
-        _check_name("evict", self.evict, ("lru", "lfu", "never"))
         for name in ("rows", "buckets", "min_sights"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name}={value}: must be at least 1.")
@@ -125,12 +127,6 @@ class TableOptions:
         return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
 
 
-def _check_name(option: str, value: str | None, allowed: tuple[str, ...]) -> None:
-    if value is not None and value not in allowed:
-        near = did_you_mean(str(value), allowed)
-        raise ConfigError(f"{option}={value!r} is not known{near} Use one of {', '.join(allowed)}.")
-
-
 def _check_names(option: str, values: Iterable[str], allowed: tuple[str, ...], noun: str) -> None:
     # A string is iterable too: 'row_wise' would be read as eight types of one letter each.
     if isinstance(values, str):
@@ -139,9 +135,7 @@ def _check_names(option: str, values: Iterable[str], allowed: tuple[str, ...], n
     if not values:
         raise ConfigError(f"{option}=[]: at least {noun} must be allowed.")
     for value in values:
-        if value not in allowed:
-            near = did_you_mean(str(value), allowed)
-            raise ConfigError(f"{option}: {value!r} is not known{near} Use some of {', '.join(allowed)}.")
+        check_choice(option, value, allowed)
 
 
 # ------------------------------------------------------------------------------------------------- options by name
@@ -231,22 +225,12 @@ def _parsed(user_options: OptionsByName) -> dict[str, TableOptions]:
 
 
 def _as_options(name: str, options: TableOptions | Mapping[str, Any]) -> TableOptions:
-    if isinstance(options, TableOptions):
-        return options
-    # Checked here and not left to the constructor, whose TypeError names neither the table nor a near match.
-    allowed = [field.name for field in fields(TableOptions)]
-    if not isinstance(options, Mapping):
-        raise ConfigError(f"tables[{name!r}]={options!r}: options are needed, some of {', '.join(allowed)}.")
-    for option in options:
-        if option not in allowed:
-            raise ConfigError(
-                f"tables[{name!r}]: there is no option {option!r}{did_you_mean(option, allowed)} "
-                f"Use some of {', '.join(allowed)}."
-            )
+    place = f"tables[{name!r}]"
     try:
-        return TableOptions(**options)
+        return as_options(place, TableOptions, options)
     except ConfigError as error:
-        raise ConfigError(f"tables[{name!r}]: {error}") from None
+        text = str(error)
+        raise ConfigError(text if text.startswith(place) else f"{place}: {text}") from None
 
 
 def _table_options(table: Table, everywhere: TableOptions, parsed: Mapping[str, TableOptions]) -> TableOptions:

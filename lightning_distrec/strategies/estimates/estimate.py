@@ -13,7 +13,7 @@ from lightning_distrec.errors import DistRecError
 from lightning_distrec.strategies.activations.layers import ActivationCheckpointing, target_bytes
 from lightning_distrec.strategies.data_parallel.powersgd import sent_numbers
 from lightning_distrec.strategies.estimates.dense_options import MAX_MEMORY_SHARE, DenseOptions
-from lightning_distrec.strategies.estimates.module_sizes import Job, ModuleSizes, ParameterSize, TableSize
+from lightning_distrec.strategies.estimates.module_sizes import Job, ModuleSizes, ParameterSize
 from lightning_distrec.strategies.estimates.step_profile import StepProfile
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions, choose_dtypes, num_replicas
 
@@ -105,10 +105,6 @@ class ShardedBytes:
 DDP, FSDP, TORCHREC = "ddp_tuned", "fsdp_tuned", "torchrec_sharded"
 TORCHREC_FSDP = "torchrec_sharded with dense: fsdp"
 
-ID_BYTES = 4
-ROW_ITEMSIZE = 4
-"""Rows and their gradients are sent as float32, unless quantized_comms chooses another type."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
@@ -137,11 +133,13 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class TablesShare:
-    """What tables take of the fullest rank, and what the busiest rank sends for them, in bytes."""
+    """What tables take of the fullest rank, and what the busiest rank sends for them, in bytes, by a plan."""
 
-    memory: dict[str, float]
+    memory: dict[str, float] = field(default_factory=dict)
     """As `Estimate.memory`, with the exchange's buffers."""
-    sent: dict[str, float]
+    sent: dict[str, float] = field(default_factory=dict)
+    refused: str = ""
+    """Why there is no plan."""
 
 
 def estimate_strategies(
@@ -153,13 +151,10 @@ def estimate_strategies(
 ) -> list[Estimate]:
     """Return what each strategy needs.
 
-    planned: of the tables, by a plan; None: they are spread evenly. options: None: the defaults.
+    planned: of the tables; None: there are none, or torchrec_sharded refuses them. options: None: the defaults.
     """
     options = options or DenseOptions()
     every, dense = sizes.parameters, sizes.dense_parameters
-    rows = None
-    if profile.batch_size is not None:
-        rows = _rows_sent(sizes.tables, job, profile, profile.batch_size) if planned is None else planned.sent
     memory = _added(replicated_memory(every, job), _compression_memory(every, job, options))
     replicated = Estimate(strategy=DDP, memory=memory, sent=_ddp_sent(every, job, options))
     try:
@@ -170,13 +165,21 @@ def estimate_strategies(
     estimates = [replicated, sharded]
     # Where it is refused too, so that the reason is shown.
     if sizes.tables or TORCHREC in sizes.refused:
-        tables = _tables_memory(sizes.tables, job) if planned is None else planned.memory
-        sent = None if rows is None else rows | _ddp_sent(dense, job)
-        estimates.append(Estimate(strategy=TORCHREC, memory=_added(replicated_memory(dense, job), tables), sent=sent))
+        planned = planned or TablesShare()
         # By the defaults: `options.fsdp` is of fsdp_tuned.
         shards = ShardedBytes(job)
-        sent = None if rows is None else rows | shards.sent(dense)
-        estimates.append(Estimate(strategy=TORCHREC_FSDP, memory=_added(shards.memory(dense), tables), sent=sent))
+        dense_bytes = {
+            TORCHREC: (replicated_memory(dense, job), _ddp_sent(dense, job)),
+            TORCHREC_FSDP: (shards.memory(dense), shards.sent(dense)),
+        }
+        for strategy, (memory, sent) in dense_bytes.items():
+            estimate = Estimate(
+                strategy=strategy,
+                memory=_added(memory, planned.memory),
+                sent=None if profile.batch_size is None else planned.sent | sent,
+                refused=planned.refused,
+            )
+            estimates.append(estimate)
     checkpointing = {DDP: options.ddp_checkpointing, FSDP: options.fsdp.activation_checkpointing}
     return [_completed(e, sizes, profile, job, checkpointing.get(e.strategy, False)) for e in estimates]
 
@@ -208,24 +211,13 @@ def _completed(
 
 def replicated_memory(parameters: Iterable[ParameterSize], job: Job) -> dict[str, float]:
     """Return the memory of parameters that a rank has in full, with their gradients and optimizer state."""
-    memory = _no_memory()
+    memory = {"parameters": 0.0, "gradients": 0.0, "optimizer state": 0.0}
     for parameter in parameters:
         itemsize = job.itemsize(parameter)
         memory["parameters"] += parameter.numel * itemsize
         memory["optimizer state"] += parameter.state_numel * itemsize
         if parameter.requires_grad and not parameter.has_sparse_gradient:
             memory["gradients"] += parameter.numel * itemsize
-    return memory
-
-
-def _tables_memory(tables: Iterable[TableSize], job: Job) -> dict[str, float]:
-    """Return a rank's share of the tables, which stay 32 bits wide (16 where they are) in any precision."""
-    memory = _no_memory()
-    for table in tables:
-        itemsize = 2 if table.weight.itemsize == 2 else 4
-        memory["parameters"] += table.weight.numel * itemsize / job.num_ranks
-        memory["optimizer state"] += table.weight.state_numel * itemsize / job.num_ranks
-        memory["gradients"] += table.weight.numel * itemsize / job.num_ranks if table.has_dense_gradient else 0
     return memory
 
 
@@ -258,26 +250,6 @@ def _ddp_sent(parameters: Iterable[ParameterSize], job: Job, options: DenseOptio
         if p.requires_grad and not p.has_sparse_gradient:
             sent += _sent_numel(p, options) * (job.itemsize(p) if options.comm_dtype == "fp32" else 2)
     return {"dense gradients": 2 * job.sent_share * sent}
-
-
-def _rows_sent(tables: list[TableSize], job: Job, profile: StepProfile, batch_size: int) -> dict[str, float]:
-    """Return the bytes that lookups send: ids (input dist), rows (output dist), and the rows' gradients."""
-    ids = rows = gradients = 0.0
-    for table in tables:
-        counted = profile.lookups.get(table.path)
-        num_ids = num_vectors = batch_size * len(table.features)  # one id per feature and sample, unless counted
-        if counted is not None:
-            num_ids = sum(counted.ids[feature] for feature in table.features)
-            num_vectors = sum(counted.vectors[feature] for feature in table.features)
-        row_bytes = job.sent_share * num_vectors * table.dim * ROW_ITEMSIZE
-        ids += job.sent_share * num_ids * ID_BYTES
-        rows += row_bytes
-        gradients += row_bytes if table.weight.requires_grad else 0
-    return {"ids": ids, "rows": rows, "row gradients": gradients}
-
-
-def _no_memory() -> dict[str, float]:
-    return {"parameters": 0.0, "gradients": 0.0, "optimizer state": 0.0}
 
 
 def _added(memory: dict[str, float], other: dict[str, float]) -> dict[str, float]:

@@ -14,8 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_distrec.errors import DistRecError
-from lightning_distrec.optimizers.translation import UNKNOWN_TENSORS, keeps_state_of_frozen, state_numbers, translate
-from lightning_distrec.optimizers.updates_in_backward import obstacle_to_backward_updates
+from lightning_distrec.optimizers.translation import UNKNOWN_TENSORS, keeps_state_of_frozen, state_numbers
 from lightning_distrec.sharding.plain_embeddings import Conversion
 from lightning_distrec.sharding.tables import Table, find_tables
 from lightning_distrec.strategies.estimates.dense_options import DenseOptions
@@ -51,10 +50,6 @@ class TableSize:
     path: str
     """Path of the module that looks it up."""
     weight: ParameterSize
-    dim: int
-    features: tuple[str, ...]
-    has_dense_gradient: bool
-    """Whether a step keeps a gradient as large as the table."""
 
 
 @dataclass(kw_only=True)
@@ -79,17 +74,8 @@ class ModuleSizes:
         return [parameter for parameter in self.parameters if parameter.name not in tables]
 
 
-def measure_module(
-    module: LightningModule,
-    settings: Any,
-    device_type: str,
-    conversion: Conversion,
-    options: DenseOptions | None = None,
-) -> ModuleSizes:
-    """Return the sizes of a module, which stays as it is: they are measured on a configured copy without memory.
-
-    settings: the Trainer, or an object with its `callbacks`, `accumulate_grad_batches` and `gradient_clip_val`.
-    """
+def measure_module(module: LightningModule, conversion: Conversion, options: DenseOptions | None = None) -> ModuleSizes:
+    """Return the sizes of a module, which stays as it is: they are measured on a configured copy without memory."""
     options = options or DenseOptions()
     sizes = ModuleSizes()
     # What configure_model draws must not change what is drawn later, so that advice changes no number of a fit.
@@ -103,7 +89,16 @@ def measure_module(
         except DistRecError as error:
             # The first reason stays: what FSDP2 cannot shard need not have layers to recompute.
             sizes.refused.setdefault(strategy, str(error))
-    _measure_tables(measured, optimizers, settings, device_type, conversion, sizes)
+    try:
+        tables = find_tables(measured, conversion).tables
+    except DistRecError as error:
+        sizes.refused["torchrec_sharded"] = str(error)
+        return sizes
+    # By identity, because a weight that is shared has several names and is listed under its first one alone.
+    weights = {id(p): size for p, size in zip(measured.parameters(), sizes.parameters, strict=True)}
+    sizes.tables = [
+        TableSize(name=table.full_name, path=table.collection, weight=weights[id(table.parameter)]) for table in tables
+    ]
     return sizes
 
 
@@ -184,56 +179,6 @@ def _state_numel(optimizers: list[Optimizer] | None, measured: nn.Module, sizes:
         kinds = shortened(list(unknown), 3)
         sizes.notes.append(f"the state of {kinds} is unknown: {UNKNOWN_TENSORS} tensors are assumed for each parameter")
     return state_numel
-
-
-def _measure_tables(
-    measured: LightningModule,
-    optimizers: list[Optimizer] | None,
-    settings: Any,
-    device_type: str,
-    conversion: Conversion,
-    sizes: ModuleSizes,
-) -> None:
-    try:
-        tables = find_tables(measured, conversion).tables
-        has_dense_gradient = _with_dense_gradients(measured, tables, optimizers, settings, device_type)
-    except DistRecError as error:
-        sizes.refused["torchrec_sharded"] = str(error)
-        return
-    # By identity, because a weight that is shared has several names and is listed under its first one alone.
-    sizes_by_id = {id(p): size for p, size in zip(measured.parameters(), sizes.parameters, strict=True)}
-    sizes.tables = [
-        TableSize(
-            name=table.full_name,
-            path=table.collection,
-            weight=sizes_by_id[id(table.parameter)],
-            dim=table.config.embedding_dim,
-            features=tuple(table.config.feature_names),
-            has_dense_gradient=has_dense_gradient[table.full_name],
-        )
-        for table in tables
-    ]
-
-
-def _with_dense_gradients(
-    measured: LightningModule,
-    tables: list[Table],
-    optimizers: list[Optimizer] | None,
-    settings: Any,
-    device_type: str,
-) -> dict[str, bool]:
-    """Return full name of a table -> whether a step keeps a gradient as large as it."""
-    if optimizers is None:
-        return {table.full_name: table.parameter.requires_grad for table in tables}
-    updates = translate(
-        {table.full_name: table.parameter for table in tables},
-        {table.full_name: "auto" for table in tables},
-        optimizers,
-        device_type,
-        obstacle_to_backward_updates(settings, measured, None),  # type: ignore[arg-type]  # only loss scaling needs the precision
-        {table.full_name for table in tables if table.plain is not None},
-    )
-    return {name: update.kind == "dense" for name, update in updates.items()}
 
 
 TRUE_ITEMSIZE = {"16-true": 2, "bf16-true": 2, "64-true": 8}

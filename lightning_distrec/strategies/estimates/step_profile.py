@@ -110,16 +110,6 @@ def count_saved(module: nn.Module, watched: Mapping[str, nn.Module]) -> Iterator
         yield activations
 
 
-@dataclass(frozen=True)
-class Lookups:
-    """What one module with tables looks up for one rank's batch, by feature."""
-
-    ids: Counter[str] = field(default_factory=Counter)
-    """Integers sent to the table: ids, and the length of each bag of a collection."""
-    vectors: Counter[str] = field(default_factory=Counter)
-    """Rows that come back: one for each id, or one for each bag."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class StepProfile:
     """What is known about a training step on one rank."""
@@ -129,8 +119,8 @@ class StepProfile:
     """What a forward keeps for its backward, without parameters; None: not measured."""
     saved: SavedActivations | None = None
     """The same by layers."""
-    lookups: dict[str, Lookups] = field(default_factory=dict)
-    """Path of a module with tables -> what it looks up."""
+    lookups: dict[str, Counter[str]] = field(default_factory=dict)
+    """Path of a module with tables -> feature -> integers that are sent: ids, and the length of each bag."""
     blocks: BlockProfile | None = None
     """Of the blocks of containers; None: no step was run."""
     times: StepTimes = field(default_factory=StepTimes)
@@ -155,7 +145,7 @@ def profile_step(
     """
     if any(parameter.is_meta for parameter in module.parameters()):
         return StepProfile(batch_size=batch_size, notes=("activations are left out: the module is on the meta device",))
-    lookups: dict[str, Lookups] = {}
+    lookups: dict[str, Counter[str]] = {}
     batch_sizes: list[int] = []
     blocks, times = BlockProfile(), StepTimes()
     # bfloat16 for 16-mixed too, which Lightning does not run on a CPU: activations take the same bytes.
@@ -198,16 +188,18 @@ def profile_step(
 
 
 @contextmanager
-def _count_lookups(module: nn.Module, lookups: dict[str, Lookups], batch_sizes: list[int]) -> Iterator[None]:
+def _count_lookups(module: nn.Module, lookups: dict[str, Counter[str]], batch_sizes: list[int]) -> Iterator[None]:
     """Record what every embedding and collection of the module looks up, and the batch sizes of collections' inputs."""
 
     def leave(path: str, args: tuple[Any, ...], output: Any) -> None:
-        counted = lookups.setdefault(path, Lookups())
-        if args and hasattr(args[0], "length_per_key"):
-            batch_sizes.append(int(args[0].stride()))
-        for feature, ids, vectors in _counts(args[0] if args else None, output):
-            counted.ids[feature] += ids
-            counted.vectors[feature] += vectors
+        counted = lookups.setdefault(path, Counter())
+        features: Any = args[0] if args else None
+        if isinstance(features, Tensor):
+            counted[FEATURE] += features.numel()
+        elif hasattr(features, "length_per_key"):  # a KeyedJaggedTensor
+            batch_sizes.append(int(features.stride()))
+            for feature, ids in zip(features.keys(), features.length_per_key(), strict=True):
+                counted[feature] += ids + features.stride()
 
     collections = {
         path: submodule
@@ -218,14 +210,3 @@ def _count_lookups(module: nn.Module, lookups: dict[str, Lookups], batch_sizes: 
     }
     with watch_modules(collections, None, leave):
         yield
-
-
-def _counts(features: Any, output: Any) -> Iterator[tuple[str, int, int]]:
-    """Yield feature, ids and rows of one lookup."""
-    if isinstance(features, Tensor) and isinstance(output, Tensor):
-        yield FEATURE, features.numel(), output.numel() // output.shape[-1]
-    elif hasattr(features, "length_per_key"):  # a KeyedJaggedTensor
-        is_pooled = hasattr(output, "length_per_key")  # a KeyedTensor: a row for each feature and sample
-        for feature, ids in zip(features.keys(), features.length_per_key(), strict=True):
-            # Lengths are sent with the ids: one for each sample.
-            yield feature, ids + features.stride(), features.stride() if is_pooled else ids

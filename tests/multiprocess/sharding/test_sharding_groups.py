@@ -470,7 +470,7 @@ def test_groups_that_lie_on_their_nodes_differently_are_refused() -> None:
         ({"size": 2, "sync_interval": 0}, "sync_interval=0 must be a whole number above 0"),
         ({"size": 2, "sync_interval": 1.5}, "sync_interval=1.5 must be a whole number"),
         ({"sync_interval": 3}, "sync_interval=3 needs a size"),
-        ({"sizes": 3}, "sharding_groups: sizes is not known. It takes size and sync_interval"),
+        ({"sizes": 3}, "sharding_groups: there is no option 'sizes'; did you mean 'size'"),
     ],
 )
 def test_what_the_options_cannot_be(arguments: dict[str, Any], expected: str) -> None:

@@ -109,7 +109,7 @@ def test_what_a_pattern_keeps_whole_forgets_what_was_given_before_and_a_name_may
         ({"t": {"sharding_types": ["rowwise"]}}, "'rowwise' is not known; did you mean 'row_wise'"),
         ({"t": {"sharding_types": []}}, "at least one sharding type"),
         ({"t": {"sharding_types": "row_wise"}}, r"sharding_types='row_wise': a list is needed. Write \['row_wise'\]"),
-        ({"t": {"compute_kernels": ["fused_uvn"]}}, "compute_kernels: 'fused_uvn' is not known; did you mean 'fused"),
+        ({"t": {"compute_kernels": ["fused_uvn"]}}, "compute_kernels='fused_uvn' is not known; did you mean 'fused"),
         ({"t": {"compute_kernels": []}}, "compute_kernels=.*at least one kernel"),
         ({"t": {"min_partition": 6}}, "min_partition=6: .*multiples of 4"),
         ({"t": {"pooling_factor": 0.0}}, "pooling_factor=0.0: must be above 0"),
