@@ -195,13 +195,10 @@ def current_backward() -> int:
     return int(torch._C._current_graph_task_id())  # type: ignore[attr-defined]
 
 
-def watch_collectives(
-    names: tuple[str, ...], on_call: Callable[[str, dict[str, Any], str], Callable[[], None] | None]
-) -> Patches:
+def watch_collectives(names: tuple[str, ...], on_call: Callable[[str, dict[str, Any], str], None]) -> Patches:
     """Call `on_call` before each call of these functions of torch.distributed.
 
-    on_call: gets the function's name, its arguments by name, and the name of the module that calls it. It may return a
-    function, which is called once the collective is complete: for an asynchronous one of gloo, in gloo's thread.
+    on_call: gets the function's name, its arguments by name, and the name of the module that calls it.
     Functions that this torch lacks are skipped. Seen are calls that read the function from torch.distributed at the
     time of the call, as torchrec and Lightning do; calls from torch's C++ (DistributedDataParallel) are not.
     """
@@ -216,7 +213,7 @@ def watch_collectives(
 
 
 def _watched_collective(
-    name: str, original: Callable[..., Any], on_call: Callable[[str, dict[str, Any], str], Callable[[], None] | None]
+    name: str, original: Callable[..., Any], on_call: Callable[[str, dict[str, Any], str], None]
 ) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
@@ -225,14 +222,8 @@ def _watched_collective(
         frame = inspect.currentframe()
         caller = "" if frame is None or frame.f_back is None else str(frame.f_back.f_globals.get("__name__", ""))
         del frame  # it would keep itself alive
-        on_end = on_call(name, dict(signature.bind(*args, **options).arguments), caller)
-        work = original(*args, **options)
-        if on_end is not None:
-            if work is None:
-                on_end()
-            else:
-                work.get_future().add_done_callback(lambda _: on_end())
-        return work
+        on_call(name, dict(signature.bind(*args, **options).arguments), caller)
+        return original(*args, **options)
 
     return watched
 

@@ -1,11 +1,8 @@
-"""Counts the exchanges of each rank per step, the bytes that it sends and the time that they take, by kind."""
+"""Counts the exchanges of each rank per step, and the bytes that it sends, by kind."""
 
-import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from math import nan
 from os import environ
 from typing import Any
 
@@ -25,7 +22,6 @@ from lightning_distrec.callbacks.sent_bytes import (
     KINDS,
     RARE_KINDS,
     RINGS,
-    WITH_FUTURES,
     classify_call,
     dtype_sent,
     exchanged_bytes,
@@ -39,12 +35,11 @@ from lightning_distrec.callbacks.steps import LogTimes, log
 
 @dataclass
 class SentTotals:
-    """Bytes that left this rank, by kind, and those of them that left its node; exchanges, and the time they took."""
+    """Bytes that left this rank, by kind, those of them that left its node, and the number of exchanges."""
 
     sent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
     across_nodes: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
     calls: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
     steps: int = 0
 
     def add(self, kind: str, sent: float, across_nodes: float, calls: int) -> None:
@@ -55,16 +50,12 @@ class SentTotals:
 
 
 class Communication(Callback):
-    """Logs the bytes, the number and the time of a rank's exchanges, by kind, and prints a table at the end of a fit.
+    """Logs the bytes and the number of a rank's exchanges, by kind, and prints a table at the end of a fit.
 
     Calls of torch.distributed's collectives, and the sends between stages of pipeline_parallel, are counted while a fit
     trains. Dense gradients under DDP are computed instead: DistributedDataParallel reduces them in C++, where calls are
     not seen; a ring of W ranks sends 2 (W - 1) / W of their bytes. The loggers get the numbers of rank 0; the table has
     the mean and the maximum over all ranks.
-
-    The time of an exchange is that from its call until it is complete on this rank, waits for slower ranks included. It
-    is measured where gloo shows it, which it does not for sends and the reduce-scatter of row-wise rows; NCCL completes
-    calls on the GPU, and looking there would hold up the step.
 
     Args:
         every_n_steps: optimizer steps between two log entries; None: the Trainer's log_every_n_steps.
@@ -79,7 +70,6 @@ class Communication(Callback):
         self._evaluating = False
         self._fit = SentTotals()
         self._since_log = SentTotals()
-        self._ended: deque[tuple[str, float]] = deque()
         self._gathered: Tensor | None = None
 
     @property
@@ -93,25 +83,17 @@ class Communication(Callback):
         return {} if self._gathered is None else dict(zip(KINDS, self._gathered[:, 0].mean(0).tolist(), strict=True))
 
     @property
-    def mean_exchanges_per_step(self) -> dict[str, dict[str, float]]:
-        """Number and milliseconds of exchanges per step by kind, the mean over all ranks; empty before the fit's end.
-
-        Kinds without a counted exchange are left out; without a measured time, as with NCCL, so is "ms".
-        """
+    def mean_exchanges_per_step(self) -> dict[str, float]:
+        """The mean over all ranks of exchanges per step, of the kinds that have any; empty before the fit's end."""
         if self._gathered is None:
             return {}
-        means = {kind: self._gathered[:, :, place].mean(0).tolist() for place, kind in enumerate(KINDS)}
-        return {
-            kind: {"calls": calls} | ({"ms": 1000 * seconds, "bytes_per_second": sent / seconds} if seconds > 0 else {})
-            for kind, (sent, _, calls, seconds) in means.items()
-            if calls
-        }
+        calls = zip(KINDS, self._gathered[:, 2].mean(0).tolist(), strict=True)
+        return {kind: number for kind, number in calls if number}
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop()
         self._fit, self._since_log, self._evaluating = SentTotals(), SentTotals(), False
-        self._ended.clear()
         self._gathered = None
         self._log_times.start()
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -142,8 +124,6 @@ class Communication(Callback):
     ) -> None:
         self._fit.steps += 1
         self._since_log.steps += 1
-        # Those that are still in flight are added to a later step.
-        self._add_times()
         if self._log_times.due(trainer):
             if trainer.is_global_zero and self._unwatch is not None:
                 log(trainer, self._numbers(self._since_log))
@@ -163,7 +143,6 @@ class Communication(Callback):
         # Stopped first, so that the gather is not counted. All ranks make it, or none: each watches if not alone.
         watched = self._unwatch is not None
         self._stop()
-        self._add_times()
         self._gathered = self._gather(trainer) if watched and self._fit.steps else None
 
     @override
@@ -189,46 +168,26 @@ class Communication(Callback):
             self._unwatch()
         self._unwatch, self._reductions = None, []
 
-    def _count_call(self, name: str, arguments: dict[str, Any], caller: str) -> Callable[[], None] | None:
+    def _count_call(self, name: str, arguments: dict[str, Any], caller: str) -> None:
         group = arguments.get("group")
         if dist.get_rank(group) < 0:  # this rank is not in the group: the call does nothing
-            return None
+            return
         # Global ranks, because nodes are numbered by them; a rank in a subgroup has another number.
         ranks = dist.get_process_group_ranks(group)
         if name in EXCHANGES:
             sent, across = exchanged_bytes(arguments, ranks, dist.get_rank(), self._ranks_on_node)
         else:
             sent, across = ring_bytes(name, arguments, ranks, self._ranks_on_node)
-        kind = classify_call(name, dtype_sent(arguments), caller)
-        self._count(kind, sent, across, calls=1)
-        # Validation's exchanges end in no training step: neither counts nor times of them are kept.
-        if self._evaluating:
-            return None
-        begin, ended = time.perf_counter(), self._ended
-        if name not in WITH_FUTURES or dist.get_backend(group) != "gloo":
-            # One nan makes the sum of its kind nan, so that no time is shown rather than that of some calls.
-            ended.append((kind, nan))  # the time of this kind is not known
-            return None
-        # It runs in gloo's thread, so it only leaves the time: deques take entries from any thread.
-        return lambda: ended.append((kind, time.perf_counter() - begin))
+        self._count(classify_call(name, dtype_sent(arguments), caller), sent, across, calls=1)
 
     def _count_send(self, tensor: Tensor, to_rank: int, caller: str) -> None:
         kind, sent, across = sent_by_stage(tensor, to_rank, caller, dist.get_rank(), self._ranks_on_node)
         self._count(kind, sent, across, calls=1)
-        if not self._evaluating:
-            self._ended.append((kind, nan))  # stages wait for what they receive, not for what they send
 
     def _count(self, kind: str, sent: float, across_nodes: float, calls: int) -> None:
         if not self._evaluating:
             self._fit.add(kind, sent, across_nodes, calls)
             self._since_log.add(kind, sent, across_nodes, calls)
-
-    def _add_times(self) -> None:
-        """Add the times of exchanges that have ended."""
-        while self._ended:
-            kind, seconds = self._ended.popleft()
-            self._fit.seconds[kind] += seconds
-            self._since_log.seconds[kind] += seconds
 
     def _numbers(self, traffic: SentTotals) -> dict[str, float]:
         shown = [kind for kind in KINDS if kind not in RARE_KINDS or self._fit.calls[kind]]
@@ -239,14 +198,12 @@ class Communication(Callback):
         for kind, calls in traffic.calls.items():
             if calls:
                 numbers[f"communication/{kind.replace(' ', '_')}_calls"] = calls
-            if traffic.seconds[kind] > 0:
-                numbers[f"communication/{kind.replace(' ', '_')}_ms"] = 1000 * traffic.seconds[kind]
         return {name: number / max(traffic.steps, 1) for name, number in numbers.items()}
 
     def _gather(self, trainer: Trainer) -> Tensor:
-        """Collective. Return numbers per step, shape (ranks, 4, kinds): bytes, those across nodes, calls, seconds."""
+        """Collective. Return numbers per step, shape (ranks, 3, kinds): bytes, those across nodes, and calls."""
         fit = self._fit
-        counts = [list(counts.values()) for counts in (fit.sent, fit.across_nodes, fit.calls, fit.seconds)]
+        counts = [list(counts.values()) for counts in (fit.sent, fit.across_nodes, fit.calls)]
         # float64: beyond 2**24, which is 16 MB, float32 does not count single bytes.
         numbers = torch.tensor(counts, dtype=torch.float64, device=trainer.strategy.root_device) / self._fit.steps
         gathered = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]

@@ -58,6 +58,11 @@ class Totals:
         """Return milliseconds per step."""
         return 1000 * seconds / max(self.steps, 1)
 
+    def times(self) -> dict[str, float]:
+        """Return milliseconds per step by name."""
+        seconds = {"step": self.seconds, "own": self.own, "wait": self.waited, "host_cpu": self.cpu_seconds}
+        return {f"{name}_ms": self.ms(spent) for name, spent in seconds.items()}
+
 
 @dataclass
 class RankRecord:
@@ -70,14 +75,10 @@ class RankRecord:
     memory: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, text: str | bytes) -> "RankRecord":
-        """Return the record that `json` has written."""
+    def read(cls, text: bytes) -> "RankRecord":
+        """Return a record that was written as JSON."""
         fields: dict[str, Any] = json.loads(text)
         return cls(**{**fields, "latest": Totals(**fields["latest"]), "fit": Totals(**fields["fit"])})
-
-    def json(self) -> str:
-        """Return the record as text."""
-        return json.dumps(asdict(self))
 
 
 def memory_of_rank(device: torch.device) -> dict[str, int]:
@@ -108,7 +109,7 @@ class RecordBoard:
     def put(self, record: RankRecord, kind: str) -> None:
         """Leave a record of a kind, in place of the one before."""
         # Setting a key waits for no other rank, as a collective would. JSON, because pickle runs what it reads.
-        self._store.set(self._key(kind, self._rank), record.json())
+        self._store.set(self._key(kind, self._rank), json.dumps(asdict(record)))
 
     def records(self, kind: str, wait_seconds: float = 0.0) -> list[RankRecord]:
         """Return the records that are there, after at most `wait_seconds` until all are."""
@@ -134,7 +135,7 @@ class RecordBoard:
 
 def stragglers(totals: Sequence[Totals], share: float) -> list[int]:
     """Return the places of those whose own time is above the median by more than `share` of a step."""
-    own_ms = [total.ms(total.own) for total in totals]
+    own_ms = [total.times()["own_ms"] for total in totals]
     step = mean(total.ms(total.seconds) for total in totals)
     # By the median, which one slow rank does not move.
     return [place for place, ms in enumerate(own_ms) if ms - median(own_ms) > share * step]
@@ -142,25 +143,24 @@ def stragglers(totals: Sequence[Totals], share: float) -> list[int]:
 
 def rank_numbers(records: Sequence[RankRecord]) -> dict[str, float]:
     """Return name -> number for loggers, from the ranks' latest records."""
-    latest = [record.latest for record in records]
-    own_ms = [total.ms(total.own) for total in latest]
-    series = {
-        "step_ms": [total.ms(total.seconds) for total in latest],
-        "own_ms": own_ms,
-        "wait_ms": [total.ms(total.waited) for total in latest],
-        "host_cpu_ms": [total.ms(total.cpu_seconds) for total in latest],
-    }
-    series |= {f"{name}_bytes": [float(record.memory[name]) for record in records] for name in records[0].memory}
-    numbers = {f"ranks/{name}_max": max(values) for name, values in series.items()}
-    numbers |= {f"ranks/{name}_mean": mean(values) for name, values in series.items()}
-    return numbers | {"ranks/slowest_rank": float(records[own_ms.index(max(own_ms))].rank)}
+    rows = [record.latest.times() | {f"{k}_bytes": float(v) for k, v in record.memory.items()} for record in records]
+    numbers: dict[str, float] = {}
+    for name in rows[0]:
+        values = [row[name] for row in rows]
+        numbers |= {f"ranks/{name}_max": max(values), f"ranks/{name}_mean": mean(values)}
+    return numbers | {"ranks/slowest_rank": float(_slowest([record.latest for record in records], records))}
+
+
+def _slowest(totals: Sequence[Totals], records: Sequence[RankRecord]) -> int:
+    """Return the rank with the largest own time."""
+    own_ms = [total.times()["own_ms"] for total in totals]
+    return records[own_ms.index(max(own_ms))].rank
 
 
 def summarize_ranks(records: Sequence[RankRecord], missing: Sequence[int], share: float) -> dict[str, Any]:
     """Return the summary as plain values. missing: ranks without a record. share: see `stragglers`."""
     fits = [record.fit for record in records]
     seconds = max(fit.seconds for fit in fits)
-    own_ms = [fit.ms(fit.own) for fit in fits]
     spans = dict.fromkeys(name for fit in fits for name in fit.seconds_by_span)
     span_ms = {name: mean(fit.ms(fit.seconds_by_span.get(name, 0.0)) for fit in fits) for name in spans}
     step = mean(fit.ms(fit.seconds) for fit in fits)
@@ -172,7 +172,7 @@ def summarize_ranks(records: Sequence[RankRecord], missing: Sequence[int], share
         "samples_per_second": sum(fit.samples for fit in fits) / seconds if seconds else 0.0,
         "step_ms": step,
         "ms_per_step": {**span_ms, "other": step - sum(span_ms.values())} if span_ms else {},
-        "slowest_rank": records[own_ms.index(max(own_ms))].rank,
+        "slowest_rank": _slowest(fits, records),
         "stragglers": [records[place].rank for place in stragglers(fits, share)],
         "by_rank": [
             {
@@ -180,10 +180,7 @@ def summarize_ranks(records: Sequence[RankRecord], missing: Sequence[int], share
                 "host": record.host,
                 "steps": fit.steps,
                 "samples": fit.samples,
-                "step_ms": fit.ms(fit.seconds),
-                "own_ms": fit.ms(fit.own),
-                "wait_ms": fit.ms(fit.waited),
-                "host_cpu_ms": fit.ms(fit.cpu_seconds),
+                **fit.times(),
                 "memory_bytes": record.memory,
             }
             for record, fit in zip(records, fits, strict=True)

@@ -32,8 +32,6 @@ RINGS = (
     *("all_gather", "all_gather_into_tensor", "all_gather_single", "broadcast"),
 )
 """The bytes depend on the backend's algorithm; they are counted as those of a ring of all ranks."""
-WITH_FUTURES = (*EXCHANGES, "all_reduce", "all_gather", "broadcast")
-"""Gloo shows when these are complete; of the others, such as reduce_scatter_tensor, it has no future."""
 HOOKS = ("lightning_distrec.strategies.data_parallel", "torch.distributed.algorithms.ddp_comm_hooks")
 """The modules that exchange DDP's gradients in Python."""
 FSDP = "torch.distributed.fsdp."
@@ -164,7 +162,7 @@ def _share_across_nodes(ranks: list[int], ranks_on_node: int | None) -> float:
 
 
 def print_table(per_step: Tensor, ranks_on_node: int | None, steps: int, console: Console | None = None) -> None:
-    """Print the table. per_step: shape (ranks, 4, kinds), bytes sent, those across nodes, calls, and their seconds."""
+    """Print the table. per_step: shape (ranks, 3, kinds), bytes sent, those across nodes, and calls."""
     ranks = len(per_step)
     several_nodes = ranks_on_node is not None and ranks_on_node < ranks
     text = TextTable(
@@ -175,19 +173,15 @@ def print_table(per_step: Tensor, ranks_on_node: int | None, steps: int, console
         caption_justify="left",
     )
     node_headings = ["across nodes"] if several_nodes else []
-    headings = ["kind", "mean", "max", "on rank", *node_headings, "source", "calls", "ms", "MB/s"]
+    headings = ["kind", "mean", "max", "on rank", *node_headings, "source", "calls"]
     for heading in headings:
         text.add_column(heading, justify="left" if heading in ("kind", "source") else "right")
-    sent, across, calls, seconds = per_step.unbind(1)
+    sent, across, calls = per_step.unbind(1)
     # DDP's own reduction makes no call that is seen; those of hooks and of replicas of stages are.
     is_computed = [kind == DENSE_GRADIENTS and not calls[:, i].any() for i, kind in enumerate(KINDS)]
     sources = ["computed" if computed else "counted" for computed in is_computed]
-    times = [_times(*(float(numbers[:, i].mean()) for numbers in (sent, calls, seconds))) for i in range(len(KINDS))]
-    columns = [(kind, sent[:, i], across[:, i], sources[i], times[i]) for i, kind in enumerate(KINDS)]
-    for kind, rank_bytes, away, source, time_texts in [
-        *columns,
-        ("total", sent.sum(1), across.sum(1), "", ("", "", "")),
-    ]:
+    columns = [(kind, sent[:, i], across[:, i], sources[i], calls[:, i]) for i, kind in enumerate(KINDS)]
+    for kind, rank_bytes, away, source, num in [*columns, ("total", sent.sum(1), across.sum(1), "", calls[:, :0])]:
         if kind in RARE_KINDS and not rank_bytes.any():
             continue
         text.add_row(
@@ -197,15 +191,6 @@ def print_table(per_step: Tensor, ranks_on_node: int | None, steps: int, console
             str(int(rank_bytes.argmax())) if float(rank_bytes.max()) > float(rank_bytes.min()) else "all",
             *([format_bytes(float(away.mean()))] if several_nodes else []),
             source,
-            *time_texts,
+            f"{float(num.mean()):.1f}" if num.any() else "",
         )
     (console or Console()).print(text)
-
-
-def _times(sent: float, calls: float, seconds: float) -> tuple[str, str, str]:
-    """Return calls, milliseconds and MB/s as texts; empty where they are not known (seconds: nan)."""
-    if not calls:
-        return "", "", ""
-    if seconds > 0:
-        return f"{calls:.1f}", f"{1000 * seconds:.2f}", f"{sent / seconds / 1e6:.1f}"
-    return f"{calls:.1f}", "", ""

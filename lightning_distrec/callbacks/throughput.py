@@ -70,13 +70,9 @@ class Throughput(Clocked):
         return {STEP_MS: seconds * per_step_ms} | numbers
 
     def _samples_per_second(self) -> float | None:
-        seconds, samples = 0.0, 0
-        for step in self._steps:
-            if step.samples is None:
-                return None
-            seconds += step.seconds
-            samples += step.samples
-        return samples * self._num_ranks / seconds if seconds else None
+        seconds = sum(step.seconds for step in self._steps)
+        samples = [step.samples for step in self._steps if step.samples is not None]
+        return sum(samples) * self._num_ranks / seconds if seconds and len(samples) == len(self._steps) else None
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_distrec.cluster.job_key import KEY_VARIABLE
 from lightning_distrec.errors import ConfigError
 
 
@@ -105,6 +106,8 @@ def batch_script(job: BatchJob) -> str:
     return f"""{header}
 
 set -euo pipefail
+# By this secret the ranks know each other.
+export {KEY_VARIABLE}=${{{KEY_VARIABLE}:-$(od -An -N16 -tx8 /dev/urandom | tr -d ' ')}}
 {setup}
 # With the same ranks as the job: problems show before the training starts.
 {program} doctor

@@ -7,10 +7,8 @@ import contextlib
 import hashlib
 import hmac
 import os
-import re
 import secrets
 import stat
-import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,13 +17,10 @@ from pathlib import Path
 from lightning_distrec.errors import RendezvousError
 
 KEY_VARIABLE = "LIGHTNING_DISTREC_KEY"
-MUNGE_SECONDS = 10.0
 SET_IT = (
     f"Set {KEY_VARIABLE} to the same secret text for all ranks, e.g. `export {KEY_VARIABLE}=$(openssl rand -hex 16)`"
 )
-FROM_VARIABLE, FROM_FILE, FROM_MUNGE = "variable", "file", "munge "
-OPENED_AGAIN = (15, 16, 17)
-"""Exit statuses of unmunge: the credential is expired, from the future, or was opened before."""
+FROM_VARIABLE, FROM_FILE = "variable", "file"
 
 
 @dataclass(frozen=True)
@@ -51,18 +46,10 @@ class JobKey:
 def choose_key(environ: Mapping[str, str]) -> JobKey:
     """Return the key that rank 0 chooses. environ: the environment.
 
-    LIGHTNING_DISTREC_KEY, which Lightning's launcher passes to the ranks that it starts; in a Slurm job, a secret that
-    munge seals for this user; otherwise a file that only this user may read.
-    Raises RendezvousError: none of them can be had.
+    LIGHTNING_DISTREC_KEY, which Lightning's launcher and our batch scripts pass to the ranks that they start; otherwise
+    a file that only this user may read. Raises RendezvousError: there is neither.
     """
-    if environ.get(KEY_VARIABLE):
-        return find_key(FROM_VARIABLE, environ)
-    if "SLURM_JOB_ID" in environ:
-        # Drawn for this start alone; only this user can open it, and only where munged has this cluster's key.
-        secret = secrets.token_hex(32)
-        if sealed := _munge("munge", f"--restrict-uid={os.getuid()}", text=secret):
-            return JobKey(secret.encode(), FROM_MUNGE + sealed.strip(), "munge")
-    return find_key(FROM_FILE, environ)
+    return find_key(FROM_VARIABLE if environ.get(KEY_VARIABLE) else FROM_FILE, environ)
 
 
 def find_key(offer: str, environ: Mapping[str, str]) -> JobKey:
@@ -77,40 +64,9 @@ def find_key(offer: str, environ: Mapping[str, str]) -> JobKey:
     if offer == FROM_FILE:
         secret, path = _read_key_file()
         return JobKey(secret, offer, str(path))
-    if offer.startswith(FROM_MUNGE):
-        opened = _munge("unmunge", "--numeric", "--keys=UID", text=offer[len(FROM_MUNGE) :])
-        # unmunge prints the metadata, an empty line, and then the text.
-        metadata, _, text = opened.partition("\n\n")
-        if metadata.split() != ["UID:", str(os.getuid())]:  # another user can seal for this one too
-            raise RendezvousError(f"rank 0's munge credential cannot be opened here. {SET_IT}.")
-        return JobKey(text.encode(), offer, "munge")
     raise RendezvousError(
         f"rank 0 names a kind of key that is unknown here: '{offer[:40]}'. Use one version on all nodes."
     )
-
-
-def _munge(program: str, *options: str, text: str) -> str:
-    """Return what munge or unmunge prints for a text on stdin; "" where it cannot be asked.
-
-    A credential may be opened once only, or late: unmunge says so by its exit status, and opens it all the same. What
-    counts here is who has sealed it.
-    """
-    command = [program, *options, *_find_munge_socket()]
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=MUNGE_SECONDS)
-        if done.returncode in (0, *OPENED_AGAIN):
-            return done.stdout
-    return ""
-
-
-def _find_munge_socket() -> list[str]:
-    """Return the option for the socket of the munged that this Slurm uses, if that is not munge's default."""
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        command = ["scontrol", "show", "config"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=MUNGE_SECONDS)
-        if match := re.search(r"^AuthInfo\s*=.*\bsocket=([^,\s]+)", done.stdout, re.MULTILINE):
-            return [f"--socket={match[1]}"]
-    return []
 
 
 def _read_key_file() -> tuple[bytes, Path]:

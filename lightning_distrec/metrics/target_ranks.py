@@ -11,22 +11,18 @@ from torch.nn import functional
 
 from lightning_distrec.errors import ConfigError, DataError
 
-TIES = ("last", "first", "id")
-
 
 @torch.no_grad()
-def ranks_in_scores(scores: Tensor, targets: Tensor, excluded: Tensor | None = None, ties: str = "last") -> Tensor:
+def ranks_in_scores(scores: Tensor, targets: Tensor, excluded: Tensor | None = None) -> Tensor:
     """Return the rank of each target among all candidates: 1 for the highest score.
 
     scores: (queries, candidates). targets: (queries,) or (queries, targets), indices of candidates; -1: no target here.
     excluded: (queries, any number), indices of candidates that do not count, such as those already seen; -1 pads.
         A target counts, even if it is excluded as well.
-    ties: where a target stands among candidates of its score. "last": behind all of them, so that a model which scores
-        everything alike gets the worst rank; "first": before them; "id": ordered by index, as a stable sort does.
-    Returns ranks in the shape of targets, int64; 0 where there is no target. A score that is NaN is a lowest one.
-    Raises ConfigError: shapes or ties do not fit. An index beyond the candidates is torch's error.
+    Returns ranks in the shape of targets, int64; 0 where there is no target. A target stands behind all candidates of
+        its score, so that a model which scores everything alike gets the worst rank. A NaN is a lowest score.
+    Raises ConfigError: shapes do not fit. An index beyond the candidates is torch's error.
     """
-    check_ties(ties)
     if scores.ndim != 2 or targets.ndim not in (1, 2) or len(targets) != len(scores):
         raise ConfigError(
             f"scores {tuple(scores.shape)} and targets {tuple(targets.shape)} do not fit: scores are (queries, "
@@ -35,15 +31,8 @@ def ranks_in_scores(scores: Tensor, targets: Tensor, excluded: Tensor | None = N
     columns = targets if targets.ndim == 2 else targets[:, None]
     values = without_nan(scores)
     target_scores = values.gather(1, columns.clamp_min(0))
-    places = torch.arange(scores.shape[1], device=scores.device)
-    num_better = count_before(mask_excluded(values, columns, excluded), target_scores, columns, ties, columns, places)
+    num_better = count_before(mask_excluded(values, columns, excluded), target_scores, columns)
     return torch.where(columns >= 0, num_better + 1, 0).view_as(targets)
-
-
-def check_ties(ties: str) -> None:
-    """Raise ConfigError for an unknown rule."""
-    if ties not in TIES:
-        raise ConfigError(f"ties={ties!r} is unknown. Set one of {', '.join(map(repr, TIES))}.")
 
 
 def without_nan(scores: Tensor) -> Tensor:
@@ -67,26 +56,14 @@ def mask_excluded(scores: Tensor, targets: Tensor, excluded: Tensor | None) -> T
     return padded.scatter_(1, target_columns, target_scores)[:, :spare]
 
 
-def count_before(
-    scores: Tensor, target_scores: Tensor, columns: Tensor, ties: str, ids: Tensor, places: Tensor
-) -> Tensor:
-    """Return how many of these candidates stand before each target, (queries, targets).
+def count_before(scores: Tensor, target_scores: Tensor, columns: Tensor) -> Tensor:
+    """Return how many of these candidates stand before each target, (queries, targets), those of its score included.
 
-    target_scores, ids: of the targets. columns: theirs in scores, negative where they are not among these candidates.
-    places: (candidates,), the ids of these candidates.
+    columns: of the targets in scores, negative where they are not among these candidates.
     """
-    counts = []
-    for score, column, id_ in zip(target_scores.unbind(1), columns.unbind(1), ids.unbind(1), strict=True):
-        if ties == "last":
-            # The target equals itself.
-            count = (scores >= score[:, None]).sum(1) - (column >= 0).long()
-        else:
-            is_better = scores > score[:, None]
-            if ties == "id":
-                is_better |= (scores == score[:, None]) & (places < id_[:, None])
-            count = is_better.sum(1)
-        counts.append(count)
-    return torch.stack(counts, dim=1)
+    counts = [(scores >= score[:, None]).sum(1) for score in target_scores.unbind(1)]
+    # The target equals itself.
+    return torch.stack(counts, dim=1) - (columns >= 0).long()
 
 
 class CandidateBlock:
@@ -99,7 +76,7 @@ class CandidateBlock:
     def __init__(self, vectors: Tensor, ids: Tensor | None, first_id: int, rows_per_block: int) -> None:
         if ids is None:
             ids = torch.arange(first_id, first_id + len(vectors), device=vectors.device)
-        self._vectors, self._ids, self._rows = vectors, ids, rows_per_block
+        self._vectors, self._rows = vectors, rows_per_block
         self._sorted, self._order = torch.sort(ids)
         self._latest_scores: Tensor | None = None
         """Scores of the latest queries, where one block holds all candidates."""
@@ -117,15 +94,14 @@ class CandidateBlock:
             counts += is_inside
         return scores, counts
 
-    def count_before(self, queries: Tensor, targets: Tensor, scores: Tensor, excluded: Tensor, ties: str) -> Tensor:
+    def count_before(self, queries: Tensor, targets: Tensor, scores: Tensor, excluded: Tensor) -> Tensor:
         """Return how many candidates here stand before each target, int64; after `scores_of_targets` of the same."""
         columns, left_out = self._columns(targets), self._columns(excluded)
         counts = torch.zeros_like(targets)
         for first, values in self._blocks(queries):
             target_columns = _relative(columns, first, values.shape[1])
             values = mask_excluded(values, target_columns, _relative(left_out, first, values.shape[1]))
-            places = self._ids[first : first + values.shape[1]]
-            counts += count_before(values, scores, target_columns, ties, targets, places)
+            counts += count_before(values, scores, target_columns)
         self._latest_scores = None
         return counts
 
@@ -313,7 +289,6 @@ def target_ranks(
     *,
     ids: Tensor | None = None,
     excluded: Tensor | None = None,
-    ties: str = "last",
     max_bytes: int = 2**28,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
@@ -327,13 +302,11 @@ def target_ranks(
     num_candidates: how many there are on all ranks, each counted once.
     ids: (candidates,), distinct and not negative; None: numbered from 0, rank after rank, as `slice_of_rank` has them.
     excluded: (queries, any number), ids that do not count for a query; -1 pads. A target always counts.
-    ties: as in `ranks_in_scores`.
     max_bytes: bound of memory for scores; smaller ones need more rounds. Scores are float32, or float64 for such input.
     Returns ranks in the shape of targets, int64; 0 where there is no target.
     Raises, on every rank: ConfigError, shapes do not fit, or a rank's candidates are neither a slice nor all;
         DataError, a target is no candidate, or is one twice.
     """
-    check_ties(ties)
     rounds = Rounds.gathered(queries, targets, candidates, num_candidates, ids, excluded, max_bytes, group)
     local_targets = targets.reshape(len(targets), rounds.targets)
     local_excluded = local_targets[:, :0] if excluded is None else excluded
@@ -347,7 +320,7 @@ def target_ranks(
         gathered_ids = rounds.all_gather(filled(local_ids[round_queries], rounds.queries, -1))
         all_targets, all_excluded = gathered_ids[:, : rounds.targets], gathered_ids[:, rounds.targets :]
         scores, num_holders = rounds.all_reduce(torch.stack(block.scores_of_targets(vectors, all_targets)))
-        num_better = block.count_before(vectors, all_targets, scores, all_excluded, ties)
+        num_better = block.count_before(vectors, all_targets, scores, all_excluded)
         present = all_targets >= 0
         in_order = torch.where(present, rounds.all_reduce(num_better) + 1, 0)
         first = rounds.rank * rounds.queries

@@ -148,8 +148,6 @@ def test_rank_zero_logs_bytes_per_step(on_two: dict[str, Any]) -> None:
         assert row["communication/all_bytes"] == sum(sent.values())
         calls = {kind: row.get(f"communication/{kind.replace(' ', '_')}_calls") for kind in KINDS}
         assert calls == dict.fromkeys(KINDS) | {IDS: 1, ROWS: 1, ROW_GRADIENTS: 1, OTHER: 2}
-        for kind in (IDS, ROWS, ROW_GRADIENTS, OTHER):
-            assert 0 < row[f"communication/{kind.replace(' ', '_')}_ms"] < 1000
         assert "communication/across_nodes_bytes" not in row
 
 
@@ -268,8 +266,8 @@ def test_what_stages_send_each_other_is_counted() -> None:
             counted = actual[case]
             assert counted["sent"][STAGE_OUTPUTS] == outputs[rank] * HIDDEN
             assert counted["sent"][STAGE_GRADIENTS] == gradients[rank] * HIDDEN
-            assert counted["exchanges"][STAGE_OUTPUTS] == {"calls": parts * sum(outputs) / 2}
-            assert counted["exchanges"][STAGE_GRADIENTS] == {"calls": parts * sum(gradients) / 2}
+            assert counted["exchanges"][STAGE_OUTPUTS] == parts * sum(outputs) / 2
+            assert counted["exchanges"][STAGE_GRADIENTS] == parts * sum(gradients) / 2
 
 
 def test_what_stages_send_to_another_node_is_counted_apart() -> None:
@@ -305,16 +303,15 @@ def test_the_table_has_means_and_the_rank_that_sends_most() -> None:
     from rich.console import Console
 
     console = Console(width=120, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    per_step = torch.zeros(2, 4, len(KINDS))
+    per_step = torch.zeros(2, 3, len(KINDS))
     per_step[:, 0, :4] = torch.tensor([[8.0, 2000, 0, 5], [8.0, 4000, 0, 5]])
     per_step[:, 1] = per_step[:, 0] / 2
     per_step[:, 2, (0, 1, 2, -1)] = torch.tensor([1.0, 1, 1, 2])
-    per_step[:, 3, (1, -1)] = torch.tensor([0.002, 0.0001])
     print_table(per_step, 1, 7, console)
     lines = [" ".join(line.replace("│", " ").split()) for line in console.export_text().splitlines()]
     assert "Bytes sent per rank and step (2 ranks, 7 steps)" in lines
     assert "ids 8 B 8 B all 4 B counted 1.0" in lines
-    assert "rows 2.9 KiB 3.9 KiB 1 1.5 KiB counted 1.0 2.00 1.5" in lines
+    assert "rows 2.9 KiB 3.9 KiB 1 1.5 KiB counted 1.0" in lines
     assert "dense gradients 5 B 5 B all 2 B computed" in lines
     assert "total 2.9 KiB 3.9 KiB 1 1.5 KiB" in lines
 

@@ -37,7 +37,7 @@ def _join() -> tuple[int, int]:
     return rank, num_ranks
 
 
-def _ranked(ties: str, held: str, max_bytes: int) -> tuple[Tensor, dict[str, float]]:
+def _ranked(held: str, max_bytes: int) -> tuple[Tensor, dict[str, float]]:
     """Rank all queries: the first rank has none of them, the last one most."""
     rank, num_ranks = _join()
     queries, candidates, targets, excluded = drawn(QUERIES, CANDIDATES, 2)
@@ -53,7 +53,7 @@ def _ranked(ties: str, held: str, max_bytes: int) -> tuple[Tensor, dict[str, flo
     left_out = excluded[local_queries][:, : None if rank else 0]
     ranks = target_ranks(
         queries[local_queries], targets[local_queries], candidates[columns], CANDIDATES,
-        ids=ids, excluded=left_out, ties=ties, max_bytes=max_bytes,
+        ids=ids, excluded=left_out, max_bytes=max_bytes,
     )  # fmt: skip
     metrics = retrieval_metrics(1, 5)
     metrics.update(ranks)
@@ -150,7 +150,7 @@ def _validated() -> dict[str, float]:
     return trainer.validate(Retrieval(), torch.utils.data.DataLoader(data, batch_size=4), verbose=False)[0]
 
 
-HELD = [("last", "slices", 2**20), ("id", "slices", 700), ("first", "ids", 700), ("last", "all", 700)]
+HELD = [("slices", 2**20), ("slices", 700), ("ids", 700), ("all", 700)]
 
 
 @pytest.fixture(scope="module", params=slow_except([3], [2, 3]))
@@ -172,7 +172,7 @@ def actual(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("case", HELD, ids=str)
 def test_targets_have_the_ranks_that_one_process_gives_them(actual: list[dict[str, Any]], case: Any) -> None:
     queries, candidates, targets, excluded = drawn(QUERIES, CANDIDATES, 2)
-    truth = target_ranks(queries, targets, candidates, CANDIDATES, excluded=excluded, ties=case[0])
+    truth = target_ranks(queries, targets, candidates, CANDIDATES, excluded=excluded)
     assert torch.equal(torch.cat([rank[str(case)][0] for rank in actual]), truth)
     metrics = retrieval_metrics(1, 5)
     metrics.update(truth)

@@ -79,8 +79,7 @@ def test_the_summary_counts_all_ranks_and_is_written_beside_the_logs(actual: dic
     assert sum(summary["ms_per_step"].values()) == pytest.approx(summary["step_ms"])
     assert summary["bytes_sent_per_step"]["rows"] > 0
     exchanges = summary["exchanges_per_step"]
-    assert exchanges["rows"] == {"calls": 1}  # a reduce-scatter, whose time gloo does not show
-    assert exchanges["ids"]["ms"] > 100 * SLEEP_SECONDS  # those of rank 0 wait for the slow one's
+    assert exchanges["rows"] == 1
     for row in summary["by_rank"]:
         assert 0 < row["memory_bytes"]["process"] <= row["memory_bytes"]["process_peak"]
         assert 0 < row["host_cpu_ms"] < 2 * row["step_ms"]

@@ -2,10 +2,7 @@
 
 import os
 import stat
-import subprocess
 import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +10,6 @@ import pytest
 from lightning_distrec.cluster import job_key
 from lightning_distrec.cluster.job_key import KEY_VARIABLE, JobKey, choose_key, find_key
 from lightning_distrec.errors import RendezvousError
-from tests.support.debian import require
 
 
 @pytest.fixture
@@ -67,47 +63,3 @@ def test_without_a_home_the_file_is_on_this_machine_and_without_that_the_variabl
     (tmp_path / "tmp").write_text("not a folder")
     with pytest.raises(RendezvousError, match=rf"no place for the key .*Set {KEY_VARIABLE} to the same secret text"):
         choose_key({})
-
-
-@pytest.fixture
-def munge(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A munged of this test's own."""
-    if os.geteuid():
-        pytest.skip("munged is started by root")
-    require(["munged", "munge", "unmunge"], ["munge"])
-    folder = Path(subprocess.check_output(["mktemp", "-d", "/tmp/munge-XXXXXX"], text=True).strip())
-    folder.chmod(0o755)
-    (folder / "key").write_bytes(os.urandom(64))
-    (folder / "key").chmod(0o600)
-    files = [f"--{kind}-file={folder}/{kind}" for kind in ("key", "pid", "log", "seed")]
-    daemon = subprocess.Popen(["munged", "--foreground", f"--socket={folder}/s", *files], stderr=subprocess.DEVNULL)
-    try:
-        while not (folder / "s").exists():
-            assert daemon.poll() is None
-            time.sleep(0.05)
-        monkeypatch.setattr(job_key, "_find_munge_socket", lambda: [f"--socket={folder}/s"])
-        yield
-    finally:
-        daemon.terminate()
-        daemon.wait()
-        subprocess.run(["rm", "-rf", str(folder)], check=True)
-
-
-@pytest.mark.cluster
-def test_in_a_slurm_job_munge_seals_the_key_for_this_user(munge: None) -> None:
-    key = choose_key({"SLURM_JOB_ID": "1"})
-    assert key.origin == "munge"
-    for _ in range(2):  # munge notes that it opened a credential before
-        assert _agree(key, find_key(key.offer, {}))
-    assert key.secret.decode() not in key.offer
-    assert choose_key({"SLURM_JOB_ID": "1"}).secret != key.secret
-    sealed_by_another = subprocess.run(
-        ["munge", "--uid=65534", "--restrict-uid=0", *job_key._find_munge_socket()],
-        input="a stranger's",
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    for offer in (sealed_by_another.strip(), "MUNGE:nonsense:"):
-        with pytest.raises(RendezvousError, match="rank 0's munge credential cannot be opened here"):
-            find_key(f"munge {offer}", {})

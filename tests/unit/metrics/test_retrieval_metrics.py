@@ -31,30 +31,23 @@ def drawn(queries: int, candidates: int, targets: int, seed: int = 0) -> tuple[T
     return vectors[0], vectors[1], picked[:, :targets], excluded
 
 
-def rank_by_sorting(scores: Tensor, target: int, excluded: set[int], ties: str) -> int:
+def rank_by_sorting(scores: Tensor, target: int, excluded: set[int]) -> int:
     """Return the place of a target in a sorted list, slowly."""
-    remaining = {"last": 0, "first": 2}
-    keys = [
-        (-float(score), remaining.get(ties, place), place)
-        for place, score in enumerate(scores)
-        if place not in excluded and place != target
-    ]
-    local = (-float(scores[target]), 1 if ties in remaining else target, target)
-    return 1 + sum(key < local for key in keys)
+    remaining = [float(s) for place, s in enumerate(scores) if place not in excluded and place != target]
+    return 1 + sum(score >= float(scores[target]) for score in remaining)
 
 
-@pytest.mark.parametrize("ties", ["last", "first", "id"])
-def test_ranks_are_places_in_a_sorted_list(ties):
+def test_ranks_are_places_in_a_sorted_list():
     queries, candidates, targets, excluded = drawn(30, 40, 2)
     scores = queries @ candidates.T
     truth = torch.zeros_like(targets)
     for query, (row, left_out) in enumerate(zip(targets.tolist(), excluded.tolist(), strict=True)):
         for place, target in enumerate(row):
             if target >= 0:
-                truth[query, place] = rank_by_sorting(scores[query], target, set(left_out) - set(row), ties)
-    assert torch.equal(ranks_in_scores(scores, targets, excluded, ties), truth)
+                truth[query, place] = rank_by_sorting(scores[query], target, set(left_out) - set(row))
+    assert torch.equal(ranks_in_scores(scores, targets, excluded), truth)
     for max_bytes in (2**28, 300, 1):  # one block, some blocks, one candidate at a time
-        actual = target_ranks(queries, targets, candidates, 40, excluded=excluded, ties=ties, max_bytes=max_bytes)
+        actual = target_ranks(queries, targets, candidates, 40, excluded=excluded, max_bytes=max_bytes)
         assert torch.equal(actual, truth)
 
 
@@ -122,7 +115,6 @@ def test_without_queries_there_is_no_mean():
         (lambda q, c, t: target_ranks(q, t, c, 8, ids=torch.zeros(8).long()), "distinct"),
         (lambda q, c, t: target_ranks(q, t, c, 8, ids=t), "one for each candidate"),
         (lambda q, c, t: target_ranks(q, t, c, 8, max_bytes=0), "at least 1"),
-        (lambda q, c, t: target_ranks(q, t, c, 8, ties="mean"), "ties='mean' is unknown"),
         (lambda q, c, t: ranks_in_scores(q @ c.T, t[1:]), "do not fit"),
         (lambda q, c, t: RecallAtK(0), "k=0 must be at least 1"),
         (lambda q, c, t: MRR().update(q), "must be integers"),
