@@ -65,7 +65,7 @@ class Settings:
         return f"ranks {', '.join(map(str, ranks[:8]))}{suffix}"
 
     def describe_silence(self, rank: int) -> str:
-        """Return the verdict on a rank that is not heard of."""
+        """Return the verdict on a rank that reports nothing."""
         silence = f"{self.silence_seconds:g} s"
         return f"{self.name_ranks(rank)} has been silent for {silence}: its machine or the network to it is down"
 
