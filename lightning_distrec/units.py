@@ -4,12 +4,12 @@ import math
 import re
 from collections.abc import Sequence
 
-from lightning_distrec.errors import ConfigError, did_you_mean
+from lightning_distrec.errors import ConfigError
 
 PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 BINARY_PREFIXES = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-SIZE_UNITS = {f"{prefix}B": float(number) for prefix, number in (PREFIXES | BINARY_PREFIXES).items()}
-BANDWIDTH_UNITS = {f"{unit}/s": number for unit, number in SIZE_UNITS.items()}
+SIZE_UNITS = {f"{prefix}B": float(number) for prefix, number in (PREFIXES | BINARY_PREFIXES).items()} | {"": 1.0}
+BANDWIDTH_UNITS = {f"{unit}/s" if unit else "": number for unit, number in SIZE_UNITS.items()}
 BANDWIDTH_UNITS |= {f"{prefix}bit/s": number / 8 for prefix, number in PREFIXES.items()}
 NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)\s*(\S*)\s*")
 
@@ -51,14 +51,10 @@ def parse_bytes(text: str, setting: str) -> int:
 
     setting: the option and its value, with which the error begins. Raises ConfigError: the text is not a size above 0.
     """
-    match = NUMBER.fullmatch(text)
-    units = {unit.upper(): number for unit, number in SIZE_UNITS.items()} | {"": 1.0}
-    expected = "A size above 0 is needed, such as 80GB, 24GiB or 8000000000."
-    if match is None or not float(match[1]) > 0:
-        raise ConfigError(f"{setting}: {expected}")
-    if match[2].upper() not in units:
-        raise ConfigError(f"{setting}: the unit {match[2]!r} is not known{_near(match[2], SIZE_UNITS)} {expected}")
-    return int(float(match[1]) * units[match[2].upper()])
+    number = _parse(text, SIZE_UNITS)
+    if number is None:
+        raise ConfigError(f"{setting}: A size above 0 is needed, such as 80GB, 24GiB or 8000000000.")
+    return int(number)
 
 
 def parse_bandwidth(value: str | float, setting: str) -> float:
@@ -67,19 +63,21 @@ def parse_bandwidth(value: str | float, setting: str) -> float:
     setting: the option and its value, with which the error begins.
     Raises ConfigError: the text is not a bandwidth above 0.
     """
-    expected = "A bandwidth above 0 is needed, such as 25GB/s, 200Gbit/s, or a number of bytes per second."
-    if isinstance(value, str):
-        match = NUMBER.fullmatch(value)
-        if match is None:
-            raise ConfigError(f"{setting}: {expected}")
-        number = float(match[1]) * (_bandwidth_unit(match[2], setting, expected) if match[2] else 1.0)
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        number = float(value)
-    else:
-        raise ConfigError(f"{setting}: {expected}")
-    if not (math.isfinite(number) and number > 0):
-        raise ConfigError(f"{setting}: {expected}")
+    # A small b may be bits or bytes.
+    number = None if str(value).endswith("b/s") else _parse(str(value), BANDWIDTH_UNITS)
+    if number is None:
+        raise ConfigError(
+            f"{setting}: A bandwidth above 0 is needed, such as 25GB/s, 200Gbit/s, or a number of bytes per second."
+        )
     return number
+
+
+def _parse(text: str, units: dict[str, float]) -> float | None:
+    """Return a number times its unit; None where the text is no finite number above 0 with one of the units."""
+    match = NUMBER.fullmatch(text)
+    factor = {name.upper(): factor for name, factor in units.items()}.get(match[2].upper()) if match else None
+    number = float(match[1]) * factor if match and factor else 0.0
+    return number if 0 < number < math.inf else None
 
 
 def format_bandwidth(bytes_per_second: float) -> str:
@@ -89,22 +87,3 @@ def format_bandwidth(bytes_per_second: float) -> str:
         bytes_per_second /= 1000
         units.pop(0)
     return f"{bytes_per_second:.0f} B/s" if units[0] == "B/s" else f"{bytes_per_second:.1f} {units[0]}"
-
-
-def _bandwidth_unit(unit: str, setting: str, expected: str) -> float:
-    if re.fullmatch(r"[KMGT]?i?b/s", unit, re.IGNORECASE) and "b" in unit:
-        either = f"{unit[:-3].upper()[:1]}bit/s (bits) or {unit[:-3].capitalize()}B/s (bytes)"
-        raise ConfigError(f"{setting}: {unit!r} may be bits or bytes. Write {either}.")
-    bytes_by_unit = {name.upper(): number for name, number in BANDWIDTH_UNITS.items()}
-    if unit.upper() not in bytes_by_unit:
-        raise ConfigError(f"{setting}: the unit {unit!r} is not known{_near(unit, BANDWIDTH_UNITS)} {expected}")
-    return bytes_by_unit[unit.upper()]
-
-
-def _near(unit: str, units: dict[str, float]) -> str:
-    """Return "; did you mean ...?" with similar units, ignoring case."""
-    unit_names = {name.upper(): name for name in units}
-    near = did_you_mean(unit.upper(), unit_names)
-    for upper, name in unit_names.items():
-        near = near.replace(f"{upper!r}", f"{name!r}")
-    return near

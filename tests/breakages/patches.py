@@ -747,8 +747,8 @@ BREAKAGES = (
     Breakage(
         "samples-per-second",
         "lightning_distrec/callbacks",
-        r"samples \* self\._num_ranks / seconds",
-        "samples / seconds",
+        r"sum\(samples\) \* self\._num_ranks / seconds",
+        "sum(samples) / seconds",
         "Throughput reports one rank's samples as all ranks'.",
         ("unit/callbacks/test_throughput.py", "multiprocess/callbacks/test_callbacks_throughput.py"),
     ),

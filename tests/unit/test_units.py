@@ -13,15 +13,10 @@ def test_sizes_are_understood(text: str, number: int) -> None:
     assert parse_bytes(text, "size") == number
 
 
-@pytest.mark.parametrize("text", ["", "GB", "0GB", "-1GB", "80 G B", "nan", "80 Gbit"])
+@pytest.mark.parametrize("text", ["", "GB", "0GB", "-1GB", "80 G B", "nan", "80 Gbit", "80Gibs"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="^size: .*A size above 0 is needed, such as 80GB, 24GiB or 8000000000."):
         parse_bytes(text, "size")
-
-
-def test_a_unit_of_sizes_that_is_not_known_is_reported_with_one_that_is_like_it() -> None:
-    with pytest.raises(ConfigError, match="the unit 'Gibs' is not known; did you mean 'GiB'"):
-        parse_bytes("80Gibs", "size")
 
 
 @pytest.mark.parametrize(
@@ -42,26 +37,29 @@ def test_bandwidths_are_understood(inputs: str | float, number: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "inputs", ["", "fast", "0GB/s", 0, -1.0, "-5GB/s", "nan", float("nan"), float("inf"), "1e999", True, [], "5 GB / s"]
+    "inputs",
+    [
+        "",
+        "fast",
+        "0GB/s",
+        0,
+        -1.0,
+        "-5GB/s",
+        "nan",
+        float("nan"),
+        float("inf"),
+        "1e999",
+        True,
+        [],
+        "5 GB / s",
+        "25GB",
+        "25Gb/s",
+        "25gib/s",
+    ],
 )
 def test_what_is_no_bandwidth_is_refused(inputs: object) -> None:
     with pytest.raises(ConfigError, match="^b: A bandwidth above 0 is needed, such as 25GB/s"):
         parse_bandwidth(inputs, "b")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("inputs", "message"),
-    [
-        ("25GB", "the unit 'GB' is not known; did you mean .*'GB/s'"),
-        ("25Gbits/s", "the unit 'Gbits/s' is not known; did you mean 'Gbit/s'"),
-        ("25Gbps", "the unit 'Gbps' is not known"),
-        ("25Gb/s", "'Gb/s' may be bits or bytes. Write Gbit/s .bits. or GB/s .bytes."),
-        ("25gib/s", "'gib/s' may be bits or bytes. Write Gbit/s .bits. or GiB/s .bytes."),
-    ],
-)
-def test_a_unit_that_is_not_known_is_reported_with_what_may_be_meant(inputs: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse_bandwidth(inputs, "b")
 
 
 @pytest.mark.parametrize("number", [950.0, 25e6, 1.2e12, 644.2e9, 999_949.0])

@@ -124,7 +124,7 @@ def test_without_a_batch_activations_are_left_out_with_a_note(run: Run) -> None:
     [
         (("--devices", "0"), {}, "--devices 0: must be at least 1."),
         (("--nodes", "-1"), {}, "--nodes -1: must be at least 1."),
-        (("--device-memory", "80QB"), {}, "--device-memory '80QB': the unit 'QB' is not known; did you mean"),
+        (("--device-memory", "80QB"), {}, "--device-memory '80QB': A size above 0 is needed"),
         ((), {"accelerator": "gpu", "devices": -1}, "there is no GPU on this machine to count. Set --devices 8."),
         ((), {"accelerator": "gpu", "devices": 4}, "this machine has no GPU to read the memory from. Set --device-mem"),
     ],
