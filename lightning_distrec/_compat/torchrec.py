@@ -3,13 +3,14 @@
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.profiler import record_function
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
+from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 
 from lightning_distrec._compat.patches import Patches
 from lightning_distrec._compat.torch import profiler_runs
@@ -93,6 +94,18 @@ _NOT_RECORDED = contextlib.nullcontext()
 
 def _record_function(name: str, args: str | None = None) -> Any:
     return record_function(name, args) if profiler_runs() else _NOT_RECORDED
+
+
+def replace_train_pipelines(progress: Callable[..., Any]) -> Patches:
+    """Put `progress` in the place of that method of torchrec's TrainPipelineBase, TrainPipelineSparseDist and kin."""
+    # torchrec offers no hook around it, and a user may keep a pipeline anywhere: only its class can be reached.
+    patches = Patches()
+    kinds: list[type] = [TrainPipelineBase, TrainPipelineSparseDist]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        if "progress" in vars(kind):
+            patches.replace(kind, "progress", progress)
+    return patches
 
 
 KEYED_TENSOR_VALUES = "_values"

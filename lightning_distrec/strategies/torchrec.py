@@ -26,6 +26,7 @@ from lightning_distrec.sharding.shard_access import plain_shards
 from lightning_distrec.sharding.sharders import QuantizedComms
 from lightning_distrec.sharding.sharding_groups import NodeLayout, ShardingGroupOptions
 from lightning_distrec.sharding.tables import tables_on_meta
+from lightning_distrec.sharding.torchrec_objects import as_comms, refuse_keywords
 from lightning_distrec.strategies.data_parallel.loss_weight import LossReduction
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions, make_mesh
 from lightning_distrec.strategies.fully_sharded.shards import drop_unfinished_step, full_value, refuse_sharded, reshard
@@ -108,6 +109,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         sharding_groups: ShardingGroupOptions | dict[str, Any] | None = None,
         **run_options: Any,
     ) -> None:
+        refuse_keywords(run_options)
         self.table_settings = TableSettings(
             default_options=TableOptions(
                 embedding_update=embedding_update, optimizer=table_optimizer, sharding_types=sharding_types
@@ -115,7 +117,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
             conversion=Conversion(convert_embeddings, min_rows),
             table_options=tables or {},
             check_ids=check_ids,
-            comms=as_options("quantized_comms", QuantizedComms, quantized_comms),
+            comms=as_options("quantized_comms", QuantizedComms, as_comms(quantized_comms)),
             loss_reduction=loss_reduction,
             memory_bytes_per_rank=memory_bytes_per_rank,
             batch_size_per_rank=batch_size_per_rank,

@@ -4,7 +4,7 @@ import gc
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -15,8 +15,8 @@ from typing_extensions import override
 from lightning_distrec import gpu
 from lightning_distrec._compat.lightning import call_after_closure, move_optimizers_to_device, wrapped_optimizers
 from lightning_distrec._compat.torch import broadcast_module_states, ignore_in_ddp
-from lightning_distrec._compat.torchrec import skip_idle_record_functions
-from lightning_distrec.errors import ConfigError
+from lightning_distrec._compat.torchrec import replace_train_pipelines, skip_idle_record_functions
+from lightning_distrec.errors import ConfigError, UnsupportedError
 from lightning_distrec.option_values import as_options
 from lightning_distrec.prefetch.even_batches import EndPolicy
 from lightning_distrec.prefetch.fetcher import ReadyBatch
@@ -138,6 +138,7 @@ class TorchRecRun(Run):
             self.tables = tables
             self.undo.callback(tables.undo.close)
             self.undo.enter_context(skip_idle_record_functions())
+            self.undo.enter_context(replace_train_pipelines(_refuse_train_pipeline))
             if noted := NotedIds(tables.shards.mappings):
                 checkpoints.positions.keep_rank_state("noted_ids", noted)
         elif shards_dense:
@@ -226,6 +227,13 @@ class TorchRecRun(Run):
         )
         self.undo.callback(lambda: prefetching.release(self.has_failed))
         return prefetching.prefetcher.counts
+
+
+def _refuse_train_pipeline(pipeline: Any, *_: Any, **__: Any) -> NoReturn:
+    raise UnsupportedError(
+        f"{type(pipeline).__name__}.progress was called in a step. Remove the pipeline and return the batch's loss: "
+        "the strategy prefetches the next batches' ids (prefetch={'depth': 3}), and Lightning calls backward and step."
+    )
 
 
 def dense_options(dense: str, fsdp: FSDPOptions | dict[str, Any] | None) -> FSDPOptions | None:

@@ -1068,4 +1068,20 @@ BREAKAGES = (
         "A hook draws the same numbers for the shards of all ranks.",
         ("multiprocess/strategies/test_fsdp_draws.py",),
     ),
+    Breakage(
+        "torchrecs-dense-kernel",
+        "lightning_distrec/sharding/planning",
+        r'replace\(planned, compute_kernel="fused"\)',
+        "planned",
+        "A plan that TorchRec made for CPUs has another kernel than the updates expect: replicas of rows drift apart.",
+        ("multiprocess/strategies/test_torchrec_idioms.py",),
+    ),
+    Breakage(
+        "pipelines-make-steps",
+        "lightning_distrec/_compat/torchrec.py",
+        r"kinds \+= kind\.__subclasses__\(\)",
+        "kinds += []",
+        "TorchRec's pipelines step beside Lightning, with gradients of one rank.",
+        ("multiprocess/strategies/test_torchrec_idioms.py",),
+    ),
 )

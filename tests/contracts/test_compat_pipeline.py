@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from torchrec import KeyedJaggedTensor, KeyedTensor
 from torchrec.distributed import comm_ops as torchrec_comm_ops
 from torchrec.distributed import types as torchrec_types
+from torchrec.distributed.train_pipeline import train_pipelines
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from lightning_distrec._compat import lightning as _lightning
@@ -382,6 +383,16 @@ def test_skip_idle_record_functions_names_exchanges_where_a_profiler_runs() -> N
             assert torchrec_types.record_function is replaced
         assert torchrec_types.record_function is replaced
     assert torchrec_types.record_function is not replaced
+
+
+def test_replace_train_pipelines_reaches_all_that_compute_and_can_be_undone() -> None:
+    names = ("Base", "PT2", "SparseDist", "SparseDistLite", "FusedSparseDist", "SemiSync")
+    kinds = [getattr(train_pipelines, f"TrainPipeline{name}") for name in names]
+    kinds += [train_pipelines.PrefetchTrainPipelineSparseDist, train_pipelines.EvalPipelineSparseDist]
+    progress = [kind.progress for kind in kinds]
+    with _torchrec.replace_train_pipelines(lambda pipeline, batches: "replaced"):
+        assert [kind.progress(None, None) for kind in kinds] == ["replaced"] * len(kinds)
+    assert [kind.progress for kind in kinds] == progress
 
 
 def _routes() -> tuple[bool, bool]:

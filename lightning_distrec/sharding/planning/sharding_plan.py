@@ -1,16 +1,20 @@
 """A plan: where each shard of each table is, what that costs, and what it was made for."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torchrec.distributed.types import ParameterSharding
+from torchrec.distributed.types import ShardingPlan as TorchRecPlan
 
+from lightning_distrec.errors import PlanError
 from lightning_distrec.sharding.planning.planned_table import PlannedTable
 from lightning_distrec.sharding.planning.traffic import Traffic, estimate_traffic, replica_bytes
-from lightning_distrec.sharding.sharders import QuantizedComms, ShardingByTable
+from lightning_distrec.sharding.sharders import KERNELS, SHARDING_TYPES, QuantizedComms, ShardingByTable
 from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.sharding.tables import Table
 
@@ -230,3 +234,43 @@ class ShardingPlan:
     def fits(self) -> bool:
         """Whether every rank has the memory that it needs."""
         return self.memory.fits and (self.host_memory is None or self.host_memory.fits)
+
+
+def plan_from_torchrec(plan: TorchRecPlan, tables: Sequence[Table], layout: NodeLayout, device: str) -> ShardingPlan:
+    """Return TorchRec's plan for the tables of this module, whose collections may have longer or shorter paths there.
+
+    Raises PlanError: a collection is not in the plan, or several may be meant; a sharding type or kernel is not ours.
+    """
+    planned: dict[str, PlannedTable] = {}
+    num_ranks = layout.num_ranks
+    for path in dict.fromkeys(table.collection for table in tables):
+        keys = [key for key in plan.plan if _is_end(key, path) or _is_end(path, key)]
+        if len(keys) != 1:
+            raise PlanError(
+                f"plan_file=ShardingPlan(...): '{path}' fits {keys or 'none'} of its modules {list(plan.plan)}. Make "
+                "the plan for the LightningModule, or for the module of it that holds the collections."
+            )
+        shardings: Mapping[str, Any] = plan.plan[keys[0]]  # type: ignore[assignment]
+        for table in tables:
+            if table.collection == path and table.name in shardings:
+                entry = planned[table.full_name] = _planned(table, shardings[table.name], layout.num_ranks)
+                num_ranks = max(num_ranks, *(1 + shard.rank for shard in entry.shards))
+    # TorchRec's plan does not say for how many ranks it is; `plan_for_run` compares.
+    return ShardingPlan(layout=NodeLayout.equal(num_ranks, num_ranks), device=device, tables=planned)
+
+
+def _planned(table: Table, sharding: ParameterSharding, num_ranks: int) -> PlannedTable:
+    planned = PlannedTable.from_torchrec(table, sharding, num_ranks)
+    if planned.compute_kernel == "dense" and planned.sharding_type != "data_parallel":
+        # TorchRec plans it for all tables on CPU; whether an update is fused, our optimizers decide.
+        planned = replace(planned, compute_kernel="fused")
+    if planned.sharding_type not in SHARDING_TYPES or planned.compute_kernel not in KERNELS:
+        raise PlanError(
+            f"plan_file=ShardingPlan(...): table '{table.full_name}' is {planned.sharding_type} with the kernel "
+            f"{planned.compute_kernel}. Use one of {', '.join(SHARDING_TYPES)}, and one of {', '.join(KERNELS)}."
+        )
+    return planned
+
+
+def _is_end(end: str, path: str) -> bool:
+    return f".{path}".endswith(f".{end}" if end else "")

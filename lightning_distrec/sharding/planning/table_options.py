@@ -6,12 +6,16 @@ from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
+from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.types import ShardingPlan as TorchRecPlan
+
 from lightning_distrec.errors import ConfigError, ShardingError, did_you_mean
 from lightning_distrec.option_values import as_options, check_choice
 from lightning_distrec.sharding.planning.bandwidths import BandwidthOption, as_bandwidths
 from lightning_distrec.sharding.planning.topology import reservation_of
 from lightning_distrec.sharding.sharders import KERNELS, SHARDING_TYPES
 from lightning_distrec.sharding.tables import Table
+from lightning_distrec.sharding.torchrec_objects import as_table_options, plain_names
 
 EmbeddingUpdate = Literal["auto", "fused", "sparse", "dense", "fused_lazy"]
 CHOICES = {"embedding_update": get_args(EmbeddingUpdate), "ids": ("dynamic",), "evict": ("lru", "lfu", "never")}
@@ -69,6 +73,8 @@ class TableOptions:
     """How often an id is looked up in training until it gets a row of its own; None: once."""
 
     def __post_init__(self) -> None:
+        for name in ("sharding_types", "compute_kernels"):
+            object.__setattr__(self, name, plain_names(getattr(self, name)))
         for name, choices in CHOICES.items():
             if getattr(self, name) is not None:
                 check_choice(name, getattr(self, name), choices)
@@ -129,7 +135,7 @@ class TableOptions:
 
 def _check_names(option: str, values: Iterable[str], allowed: tuple[str, ...], noun: str) -> None:
     # A string is iterable too: 'row_wise' would be read as eight types of one letter each.
-    if isinstance(values, str):
+    if isinstance(values, str) or not isinstance(values, Iterable):
         raise ConfigError(f"{option}={values!r}: a list is needed. Write [{values!r}].")
     values = list(values)
     if not values:
@@ -227,7 +233,8 @@ def _parsed(user_options: OptionsByName) -> dict[str, TableOptions]:
 def _as_options(name: str, options: TableOptions | Mapping[str, Any]) -> TableOptions:
     place = f"tables[{name!r}]"
     try:
-        return as_options(place, TableOptions, options)
+        plain = as_table_options(options) if isinstance(options, ParameterConstraints) else options
+        return as_options(place, TableOptions, plain)
     except ConfigError as error:
         text = str(error)
         raise ConfigError(text if text.startswith(place) else f"{place}: {text}") from None
@@ -278,8 +285,9 @@ class PlanningOptions:
     """Batches of each rank's training dataloader in which the ids per example of every feature are counted before
     tables are planned, where no pooling_factor is given; 0: none."""
 
-    plan_file: str | None = None
-    """Place tables as this file says, or the one in this checkpoint's folder; it must suit the model and the ranks."""
+    plan_file: str | TorchRecPlan | None = None
+    """Place tables as this file says, or the one in this checkpoint's folder, or TorchRec's ShardingPlan; it must suit
+    the model and the ranks."""
 
     def __post_init__(self) -> None:
         # Both are parsed for their errors only, so that a wrong value fails
@@ -290,7 +298,7 @@ class PlanningOptions:
             raise ConfigError(
                 f"planning.estimate_pooling={self.estimate_pooling}: a number of batches is needed, 0 for none."
             )
-        if self.plan_file is not None and (not isinstance(self.plan_file, str) or not self.plan_file):
+        if self.plan_file is not None and (not isinstance(self.plan_file, (str, TorchRecPlan)) or not self.plan_file):
             raise ConfigError(
                 f"plan_file={self.plan_file!r}: a path as a string is needed, or None to let tables be planned."
             )

@@ -171,11 +171,23 @@ class ReplicaCheck:
                 local_total = local_sums.get(name, (float("nan"), 0.0))[0]
                 if abs(total - local_total) > TOLERANCE * size:
                     raise OptimizerError(
-                        f"'{name}' is no longer the same on all ranks after {steps} steps: its sum is "
-                        f"{local_total:.7g} on rank {self._ranks.rank} and {total:.7g} on rank {rank}. Each rank has "
-                        "its own shards of the tables' gradients, so that a norm over them "
+                        f"{self._unused_layers()}'{name}' is no longer the same on all ranks after {steps} steps: its "
+                        f"sum is {local_total:.7g} on rank {self._ranks.rank} and {total:.7g} on rank {rank}. Each "
+                        "rank has its own shards of the tables' gradients, so that a norm over them "
                         "(torch.nn.utils.clip_grad_norm_) differs too: clip with gradient_clip_val or "
                         "self.clip_gradients. Other causes: layers that the loss of a step does not use (set "
                         "find_unused_parameters=True of the strategy), updates that depend on the rank, or "
                         "loss.backward() in place of self.manual_backward."
                     )
+
+    def _unused_layers(self) -> str:
+        """Return what to do about parameters that had no gradient in the step before; "" where all or none had one."""
+        # The gradients are still there: Lightning sets them to None after the next training_step.
+        learning = [(name, p.grad is None) for name, p in self._replicated() if p.requires_grad]
+        unused = [name for name, is_unused in learning if is_unused]
+        if not unused or len(unused) == len(learning):
+            return ""
+        return (
+            f"'{unused[0]}' has no gradient: the loss does not use it, and DDP then averages no gradient of its "
+            "bucket. Set find_unused_parameters=True of the strategy, or freeze the layer. Seen by this: "
+        )

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torchrec.distributed.types import ShardingPlan as TorchRecPlan
 
 from lightning_distrec import errors
 from lightning_distrec._compat.lightning_checkpoints import resumed_path
@@ -18,7 +19,7 @@ from lightning_distrec.sharding.planning.checks import check_memory, plan_for_ru
 from lightning_distrec.sharding.planning.plan_file import PLAN_FILE, load_plan, save_plan
 from lightning_distrec.sharding.planning.planner import estimate_plan, make_plan
 from lightning_distrec.sharding.planning.report_text import print_plan
-from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
+from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan, plan_from_torchrec
 from lightning_distrec.sharding.planning.table_options import PlanningOptions
 from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.strategies.tables.cluster_facts import ClusterFacts
@@ -144,22 +145,28 @@ def follow_checkpoint(planning: PlanningOptions, ckpt_path: str | None) -> Plann
     return replace(planning, plan_file=ckpt_path)
 
 
-def follow(path: str, decisions: Decisions, facts: ClusterFacts) -> ShardingPlan:
-    """Return the plan in a file for this run's tables and ranks. Call it on one rank.
+def follow(source: str | TorchRecPlan, decisions: Decisions, facts: ClusterFacts) -> ShardingPlan:
+    """Return the plan in a file, or TorchRec's, for this run's tables and ranks. Call it on one rank.
 
-    Raises ConfigError, PlanError: see `load_plan` and `plan_for_run`.
+    Raises ConfigError, PlanError: see `load_plan`, `plan_from_torchrec` and `plan_for_run`.
     """
+    device = facts.topology.compute_device
+    if isinstance(source, str):
+        plan, description = load_plan(source, read_plan), f"plan_file='{source}'"
+    else:
+        plan = plan_from_torchrec(source, decisions.tables, facts.layout, device)
+        description = "plan_file=ShardingPlan(...)"
     not_updated = [name for name, update in decisions.updates.items() if update.kind == "frozen"]
     plan = plan_for_run(
-        load_plan(path, read_plan),
-        f"plan_file='{path}'",
+        plan,
+        description,
         decisions.tables,
         constraints=decisions.constraints,
         layout=facts.layout,
-        device=facts.topology.compute_device,
+        device=device,
         frozen=not_updated,
     )
-    rank_zero_info(f"Tables are sharded by the plan of plan_file='{path}'.")
+    rank_zero_info(f"Tables are sharded by the plan of {description}.")
     return plan
 
 
