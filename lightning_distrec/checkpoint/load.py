@@ -25,6 +25,25 @@ from lightning_distrec.checkpoint.storage import METADATA_FILE, StoredTensors, m
 from lightning_distrec.errors import CheckpointError
 
 SAFETENSORS = ".safetensors"
+SAFETENSORS_TYPES = {
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.float32: "F32",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Names of types, in the order in which the library writes them: large ones first, so that each tensor is aligned."""
 
 
 @dataclass(frozen=True)
@@ -244,21 +263,7 @@ def _safetensors(path: Path) -> dict[str, Any]:
         types = {key: file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118  it is no dict
     except SafetensorError as error:
         raise CheckpointError(f"{path} is no safetensors file: {error}.") from None
-    for key, kind in types.items():
-        if kind not in _SAFETENSORS_TYPES:
-            raise CheckpointError(f"{path}: '{key}' has the type {kind}, which is not supported.")
-    return {key: SafetensorsTensor(file, key, _SAFETENSORS_TYPES[kind]) for key, kind in types.items()}
-
-
-_SAFETENSORS_TYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+    dtypes = {name: dtype for dtype, name in SAFETENSORS_TYPES.items()}
+    if unknown := next((key for key, kind in types.items() if kind not in dtypes), None):
+        raise CheckpointError(f"{path}: '{unknown}' has the type {types[unknown]}, which is not supported.")
+    return {key: SafetensorsTensor(file, key, dtypes[kind]) for key, kind in types.items()}

@@ -6,7 +6,7 @@ optimizers' parameters have numbers as torch gives them, and `EXTRA` has their n
 
 import copy
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,8 @@ class FileSnapshot:
     """The sharded tensors by their path in it."""
     rank_state: bytes
     extra: dict[str, Any]
+    save: Callable[[dict[str, Any]], None] | None = None
+    """Writes what the file holds, on rank 0; None: a local file is written."""
 
     def on_host(self) -> "FileSnapshot":
         """Return a copy whose tensors share no memory with the module and its optimizers."""
@@ -115,6 +117,11 @@ class FileSnapshot:
 
     def write(self, ranks: RanksOfThread) -> None:
         """Collective. Write the file."""
+        if (save := self.save) is not None:
+            # Collective, so before the branch by rank.
+            full = self.full_content(ranks)
+            ranks.all_or_none("saving a checkpoint", lambda: None if ranks.rank else save(full))
+            return
 
         def complete() -> None:
             if unfinished is not None:
@@ -141,10 +148,12 @@ def _save(content: dict[str, Any], path: Path) -> None:
         raise
 
 
-def take_file_snapshot(content: RankContent, ranks: Ranks) -> FileSnapshot:
+def take_file_snapshot(
+    content: RankContent, ranks: Ranks, save: Callable[[dict[str, Any]], None] | None = None
+) -> FileSnapshot:
     """Collective. Return what this rank has of a file; tensors share memory with the module and its optimizers.
 
-    Raises CheckpointError on every rank: something is no plain type.
+    save: writes it, where it is no local file. Raises CheckpointError on every rank: something is no plain type.
     """
     # No paths to divide among ranks: rank 0 writes the file, and keeps replicated tensors in the state.
     state, tensors = extract_tensors(content.checkpoint, (), ranks.rank, ranks.num_ranks, content.pickles)
@@ -156,7 +165,7 @@ def take_file_snapshot(content: RankContent, ranks: Ranks) -> FileSnapshot:
 
     rank_state = ranks.all_or_none("saving a checkpoint", check)
     extra = {"format": FORMAT, "num_ranks": ranks.num_ranks, **content.facts, "files": dict(content.extra_files)}
-    return FileSnapshot(content.path, state, tensors, rank_state, extra)
+    return FileSnapshot(content.path, state, tensors, rank_state, extra, save)
 
 
 def read_plan(path: Path) -> bytes:

@@ -105,9 +105,7 @@ FUNCTION_PREFIXES = ("of_", "by_", "why_", "what_")
 MAX_SHARE = {"lightning_distrec": 0.003, "recipes": 0.003, "tests": 0.01}
 """Folder -> the share of function words among the names that it binds, at most."""
 
-EXCEPTIONS = {
-    ("lightning_distrec/checkpoint/tools/describe.py", r"\bcuts?\b"): "a key in markers on disk",
-}
+EXCEPTIONS: dict[tuple[str, str], str] = {}
 """File and key of a table -> why the word stays there."""
 
 Hit = tuple[str, int, str]

@@ -94,13 +94,16 @@ def describe(path: Path) -> Description:
 def _describe_contents(path: Path, contents: Loaded, bytes_on_disk: int) -> Description:
     checkpoint, marker = contents.checkpoint, contents.marker or {}
     plan = marker.get("plan", {})
-    state = checkpoint.get("state_dict")
     mark = read_mark(path, marker)
     tables = {key: table_plan for name, table_plan in plan.items() for key in _weight_keys(name)}
-    tensors = [_tensor(name, lazy, tables.get(name)) for name, lazy in collect_tensors(state).items()]
+    weights = collect_tensors(checkpoint.get("state_dict"))
+    tensors = [_tensor(name, lazy, tables.get(name, {})) for name, lazy in weights.items()]
+    kind = "safetensors file" if path.suffix == ".safetensors" else "state_dict"
+    if contents.marker is not None or "pytorch-lightning_version" in checkpoint:
+        kind = "Lightning checkpoint" if contents.marker is None else "checkpoint of lightning_distrec"
     return Description(
         path=str(path),
-        kind=_kind(path, contents),
+        kind=kind,
         bytes_on_disk=bytes_on_disk,
         step=checkpoint.get("global_step"),
         epoch=checkpoint.get("epoch"),
@@ -116,14 +119,6 @@ def _describe_contents(path: Path, contents: Loaded, bytes_on_disk: int) -> Desc
     )
 
 
-def _kind(path: Path, contents: Loaded) -> str:
-    if contents.marker is not None:
-        return "checkpoint of lightning_distrec"
-    if "pytorch-lightning_version" in contents.checkpoint:
-        return "Lightning checkpoint"
-    return "safetensors file" if path.suffix == ".safetensors" else "state_dict"
-
-
 def _weight_keys(table: str) -> list[str]:
     """Return the names that a table's weight may have: of an nn.Embedding, and in torchrec's two collections."""
     collection, _, name = table.rpartition(".")
@@ -131,26 +126,19 @@ def _weight_keys(table: str) -> list[str]:
     return [f"{table}.weight", *(key.removeprefix(".") for key in in_collections)]
 
 
-def _tensor(name: str, lazy: LazyTensor, table_plan: Mapping[str, Any] | None) -> Tensor:
-    plan = table_plan or {}
+def _tensor(name: str, lazy: LazyTensor, table_plan: Mapping[str, Any]) -> Tensor:
     return Tensor(
         name=name,
         shape=list(lazy.shape),
         dtype=str(lazy.dtype).removeprefix("torch."),
         num_bytes=num_bytes(lazy),
-        sharding_type=plan.get("sharding_type", plan.get("cut")),  # "cut": its name in the first markers of format 1
-        kernel=plan.get("kernel"),
-        ranks=plan.get("ranks"),
+        **{key: table_plan.get(key) for key in ("sharding_type", "kernel", "ranks")},
     )
 
 
 def _optimizer_state(state: Mapping[str, Any]) -> OptimizerState:
-    tensors = collect_tensors(state.get("state", {})).values()
-    total = sum(num_bytes(lazy) for lazy in tensors)
-    return OptimizerState(optimizer=state.get("optimizer"), num_tensors=len(tensors), num_bytes=total)
-
-
-# ------------------------------------------------------------------------------------------------------- text
+    sizes = [num_bytes(lazy) for lazy in collect_tensors(state.get("state", {})).values()]
+    return OptimizerState(optimizer=state.get("optimizer"), num_tensors=len(sizes), num_bytes=sum(sizes))
 
 
 def print_description(description: Description, console: Console, show_all: bool) -> None:
@@ -161,14 +149,12 @@ def print_description(description: Description, console: Console, show_all: bool
     )
     if description.problem is not None:
         return
+    versions = [description.versions, description.lightning and f"lightning {description.lightning}"]
     facts = {
         "epoch": description.epoch,
         "step": description.step,
         "written by": None if description.num_ranks is None else quantity(description.num_ranks, "rank"),
-        "with": ", ".join(
-            filter(None, [description.versions, description.lightning and f"lightning {description.lightning}"])
-        )
-        or None,
+        "with": ", ".join(filter(None, versions)) or None,
         "plan": f"{PLAN_FILE}, for planning={{'plan_file': {description.path!r}}}" if description.plan_file else None,
     }
     for name, value in facts.items():

@@ -18,30 +18,11 @@ import torch
 from lightning_distrec.atomic_files import fsync
 from lightning_distrec.checkpoint.contents import read_contents
 from lightning_distrec.checkpoint.lazy_tensors import as_lazy, collect_tensors
+from lightning_distrec.checkpoint.load import SAFETENSORS_TYPES
 from lightning_distrec.checkpoint.plain_state import plain_optimizer_state
 from lightning_distrec.checkpoint.tools.torch_file import write_blocks, write_torch_file
 from lightning_distrec.chunks import LazyTensor, num_bytes
 from lightning_distrec.errors import CheckpointError
-
-TYPES = {
-    torch.uint64: "U64",
-    torch.int64: "I64",
-    torch.float64: "F64",
-    torch.complex64: "C64",
-    torch.float32: "F32",
-    torch.uint32: "U32",
-    torch.int32: "I32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.uint16: "U16",
-    torch.int16: "I16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""Names of types, in the order in which the library writes them: large ones first, so that each tensor is aligned."""
 
 
 def write_safetensors(path: Path, state: Mapping[str, Any], on_progress: Callable[[int], None]) -> None:
@@ -51,7 +32,7 @@ def write_safetensors(path: Path, state: Mapping[str, Any], on_progress: Callabl
     Raises CheckpointError: the format cannot hold a value; OSError.
     """
     tensors = {name: _exportable(name, value) for name, value in state.items()}
-    order = list(TYPES)
+    order = list(SAFETENSORS_TYPES)
     names = sorted(tensors, key=lambda name: (order.index(tensors[name].dtype), name))
     with open(path, "wb") as file:
         file.write(_header({name: tensors[name] for name in names}))
@@ -62,7 +43,8 @@ def write_safetensors(path: Path, state: Mapping[str, Any], on_progress: Callabl
 def _exportable(name: str, value: Any) -> LazyTensor:
     lazy = as_lazy(value)
     kind = type(value).__name__ if lazy is None else f"tensor of {lazy.dtype}"
-    if lazy is None or lazy.dtype not in TYPES or (isinstance(value, torch.Tensor) and value.layout != torch.strided):
+    is_dense = not isinstance(value, torch.Tensor) or value.layout == torch.strided
+    if lazy is None or lazy.dtype not in SAFETENSORS_TYPES or not is_dense:
         raise CheckpointError(
             f"'{name}' is a {kind}, and safetensors files hold dense tensors of certain types only. Export to a .pt "
             "file instead."
@@ -75,7 +57,11 @@ def _header(tensors: Mapping[str, LazyTensor]) -> bytes:
     begin = 0
     for name, lazy in tensors.items():
         end = begin + num_bytes(lazy)
-        entries[name] = {"dtype": TYPES[lazy.dtype], "shape": list(lazy.shape), "data_offsets": [begin, end]}
+        entries[name] = {
+            "dtype": SAFETENSORS_TYPES[lazy.dtype],
+            "shape": list(lazy.shape),
+            "data_offsets": [begin, end],
+        }
         begin = end
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     # Blanks up to a multiple of 8 bytes, as the library has them: the tensors behind are aligned.

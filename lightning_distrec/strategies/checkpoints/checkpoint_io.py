@@ -1,6 +1,5 @@
 """Lightning's CheckpointIO: it has the files that are not on a local path, and all of them if the user has set one."""
 
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -10,8 +9,6 @@ from lightning.pytorch.plugins import CheckpointIO, TorchCheckpointIO
 from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
 from lightning_distrec.checkpoint.contents import open_checkpoint
 from lightning_distrec.checkpoint.load import CheckpointFile, StoredCheckpoint
-from lightning_distrec.checkpoint.save import RanksOfThread
-from lightning_distrec.checkpoint.single_file import FileSnapshot
 from lightning_distrec.errors import CheckpointError, ConfigError, MissingCheckpointError
 
 
@@ -43,42 +40,14 @@ def _read_with(io: CheckpointIO, path: str | Path, pickles: bool) -> object:
         raise CheckpointError(f"{type(io).__name__} cannot read {path}: {error}") from error
 
 
-@dataclass(frozen=True)
-class SnapshotForIO:
-    """What one rank has of a file that a CheckpointIO writes, at once. location: where it writes it."""
-
-    file: FileSnapshot
-    io: CheckpointIO
-    location: str
-    storage_options: Any
-
-    @property
-    def path(self) -> Path:
-        """The checkpoint's path."""
-        return self.file.path
-
-    def on_host(self) -> NoReturn:
-        """Raise ConfigError: nothing is written in the background."""
-        refuse_folder(self.location, self.storage_options)
-
-    def write(self, ranks: RanksOfThread) -> None:
-        """Collective. Let rank 0 write the file."""
-        # Collective, so before the branch by rank.
-        content = self.file.full_content(ranks)
-
-        def write() -> None:
-            if ranks.rank == 0:
-                self.io.save_checkpoint(content, self.location, storage_options=self.storage_options)
-
-        ranks.all_or_none("saving a checkpoint", write)
-
-
 def refuse_checkpoint_io(options: CheckpointOptions, io: CheckpointIO) -> None:
     """Raise ConfigError where a CheckpointIO plugin would be ignored."""
-    settings = {"distributed": options.distributed, "async_save": options.async_save}
-    settings["incremental"] = options.incremental is not None
-    if is_plugin(io) and any(settings.values()):
-        setting = next(name for name, is_set in settings.items() if is_set)
+    settings = {
+        "distributed": options.distributed,
+        "async_save": options.async_save,
+        "incremental": options.incremental,
+    }
+    if is_plugin(io) and (setting := next((name for name, value in settings.items() if value), None)):
         value = "{...}" if setting == "incremental" else "True"
         raise ConfigError(
             f"plugins={type(io).__name__}: it writes one file, and checkpoint={{'{setting}': {value}}} goes to the "

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -19,50 +20,19 @@ from torch.optim import Optimizer
 from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
 from lightning_distrec.checkpoint.host_copies import gather_full
 from lightning_distrec.checkpoint.load import Loaded
-from lightning_distrec.checkpoint.plain_state import as_chunked
+from lightning_distrec.checkpoint.plain_state import as_chunked, find_not_plain, refuse_not_plain, with_plain_types
 from lightning_distrec.checkpoint.save import STATE_FILE, RankContent, Saver, Snapshot, rank_file, take_folder_snapshot
 from lightning_distrec.checkpoint.single_file import fits_in_one_file, take_file_snapshot
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError, ConfigError
-from lightning_distrec.strategies.checkpoints.checkpoint_io import (
-    SnapshotForIO,
-    is_elsewhere,
-    is_plugin,
-    open_stored,
-    refuse_folder,
-)
-from lightning_distrec.strategies.checkpoints.incremental_saves import IncrementalSaves, begin_series
+from lightning_distrec.strategies.checkpoints.checkpoint_io import is_elsewhere, is_plugin, open_stored, refuse_folder
+from lightning_distrec.strategies.checkpoints.incremental_saves import IncrementalSaves
 from lightning_distrec.strategies.checkpoints.job_fit import JobFit
 from lightning_distrec.strategies.checkpoints.module_weights import load_weights
 from lightning_distrec.strategies.checkpoints.optimizer_state import OF_TABLES, OptimizerStates, StateRanks
-from lightning_distrec.strategies.checkpoints.plain_types import drop_hyperparameters, refuse_callbacks
 from lightning_distrec.strategies.checkpoints.positions import Positions
 from lightning_distrec.strategies.checkpoints.table_states import SavedTables
 from lightning_distrec.versions import find_installed
-
-
-def announce_in_flight(trainer: Trainer, saver: Saver) -> None:
-    """Let ModelCheckpoint see the checkpoint in flight.
-
-    It appends a version to a name that exists, and asks the file system, where the name is not there yet: hence the
-    replaced method.
-    """
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint):
-            if callback.save_last == "link":
-                raise ConfigError(
-                    "ModelCheckpoint(save_last='link') and async_save: the link would lead to a checkpoint that is "
-                    "not there yet. Set save_last=True."
-                )
-            # On the instance: ModelCheckpoints of other trainers, without async_save, keep the method of the class.
-            callback.file_exists = partial(_is_written, saver, callback)  # type: ignore[method-assign]
-
-
-def _is_written(saver: Saver, callback: ModelCheckpoint, filepath: Any, trainer: Trainer) -> bool:
-    is_being_written = saver.in_flight == Path(filepath).absolute()
-    # The class's method: the instance's attribute of that name is this function.
-    return is_being_written or type(callback).file_exists(callback, filepath, trainer)
-
 
 if TYPE_CHECKING:  # it loads torchrec, which modules without tables do not need
     from lightning_distrec.sharding.sharders import ShardingByTable
@@ -71,6 +41,11 @@ MEETING_SECONDS = 20.0
 """How long a rank waits for the others to save a checkpoint with it after an exception."""
 LEAVING_SECONDS = 120.0
 """How long a run that has failed waits for a checkpoint that is still being written."""
+HYPERPARAMETERS = {
+    kind.CHECKPOINT_HYPER_PARAMS_KEY: kind.CHECKPOINT_HYPER_PARAMS_TYPE
+    for kind in (LightningModule, LightningDataModule)
+}
+"""The keys of hyperparameters, and of their type where that is one of OmegaConf's."""
 
 
 class Checkpointing:
@@ -114,7 +89,11 @@ class Checkpointing:
             self._ranks.all_or_none("setup", lambda: refuse_callbacks(module.trainer))
         if self.options.async_save:
             announce_in_flight(module.trainer, self._saver)
-        self._incremental = begin_series(self.options.incremental, self._ranks, tables, module, self._job, self._saver)
+        if (incremental := self.options.incremental) is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            label = self._job.label if self._job is not None else ""
+            self._incremental = IncrementalSaves(
+                incremental, self._ranks, tables, module.trainer, label, self._saver.remove
+            )
         path = self.options.start_from
         # Once in the life of a strategy: a second fit goes on from what the first one has learned.
         if path is None or self._has_started:
@@ -195,8 +174,9 @@ class Checkpointing:
         else:
             # Stock Lightning reads files as well, and looks for its loaders' states there.
             content = replace(content, checkpoint=self.positions.add_loader_states(checkpoint, rank_state))
-            file = take_file_snapshot(content, self._ranks)
-            snapshot = SnapshotForIO(file, io, location, storage_options) if uses_io else file
+            # By position: a plugin of the user's may call the path something else.
+            save = partial(_save_with, io, location, storage_options) if uses_io else None
+            snapshot = take_file_snapshot(content, self._ranks, save)
         self._saver.save(snapshot)
         if self._module.trainer.state.status != TrainerStatus.RUNNING:  # after the run nothing else waits for it
             self._saver.finish()
@@ -304,3 +284,73 @@ def _plan_in_words(plan: ShardingByTable) -> dict[str, Any]:
         name: {"sharding_type": p.sharding_type, "kernel": p.compute_kernel, "ranks": sorted(set(p.ranks or []))}
         for name, p in plan.items()
     }
+
+
+def _save_with(io: CheckpointIO, location: str, storage_options: Any, content: dict[str, Any]) -> None:
+    io.save_checkpoint(content, location, storage_options=storage_options)
+
+
+def announce_in_flight(trainer: Trainer, saver: Saver) -> None:
+    """Let ModelCheckpoint see the checkpoint in flight.
+
+    It appends a version to a name that exists, and asks the file system, where the name is not there yet: hence the
+    replaced method.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            if callback.save_last == "link":
+                raise ConfigError(
+                    "ModelCheckpoint(save_last='link') and async_save: the link would lead to a checkpoint that is "
+                    "not there yet. Set save_last=True."
+                )
+            # On the instance: ModelCheckpoints of other trainers, without async_save, keep the method of the class.
+            callback.file_exists = partial(_is_written, saver, callback)  # type: ignore[method-assign]
+
+
+def _is_written(saver: Saver, callback: ModelCheckpoint, filepath: Any, trainer: Trainer) -> bool:
+    is_being_written = saver.in_flight == Path(filepath).absolute()
+    # The class's method: the instance's attribute of that name is this function.
+    return is_being_written or type(callback).file_exists(callback, filepath, trainer)
+
+
+def drop_hyperparameters(checkpoint: dict[str, Any], warned: set[str]) -> None:
+    """Drop hyperparameters that are not of plain types, with a warning for each that is not in `warned` yet.
+
+    An OmegaConf container becomes the dict of its values.
+    """
+    for kind, kind_of_type in HYPERPARAMETERS.items():
+        if kind not in checkpoint:
+            continue
+        if (container := checkpoint.pop(kind_of_type, None)) is not None:
+            # Imported only here: it is no dependency, but must be there where Lightning has noted one of its types.
+            checkpoint[kind] = import_module("omegaconf").OmegaConf.to_container(checkpoint[kind], resolve=True)
+            if kind_of_type not in warned:
+                rank_zero_warn(
+                    f"the hyperparameters are a {container.__name__} of OmegaConf, and a dict in checkpoints, which "
+                    "hold plain types only. load_from_checkpoint passes that dict: call OmegaConf.create on it."
+                )
+                warned.add(kind_of_type)
+        values = checkpoint[kind]
+        refused = [name for name, value in values.items() if find_not_plain(value) is not None]
+        checkpoint[kind] = {name: value for name, value in values.items() if name not in refused}
+        for name in sorted(set(refused) - warned):
+            rank_zero_warn(
+                f"the hyperparameter '{name}' is a {type(values[name]).__name__} and not in checkpoints, which hold "
+                "plain types only. Pass it to load_from_checkpoint, leave it out of save_hyperparameters, or set "
+                "checkpoint={'pickles': True} in the strategy."
+            )
+            warned.add(name)
+
+
+def refuse_callbacks(trainer: Trainer) -> None:
+    """Raise CheckpointError where a callback's state could not be saved, before the run starts.
+
+    Checks only callbacks of the user: Lightning's have plain types, or copies of the whole model.
+    """
+    if trainer.state.fn != TrainerFn.FITTING or not trainer.checkpoint_callbacks:
+        return
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if not type(callback).__module__.startswith("lightning."):
+            refuse_not_plain(
+                with_plain_types(callback.state_dict()), f"the state_dict of {type(callback).__name__}: state"
+            )

@@ -10,18 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_distrec.checkpoint.atomic_folder import MARKER, read_marker
 from lightning_distrec.checkpoint.checkpoint_options import IncrementalOptions
 from lightning_distrec.checkpoint.difference import INCREMENTAL, Mark, read_mark
-from lightning_distrec.checkpoint.save import Saver
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError, ConfigError
 from lightning_distrec.strategies.checkpoints.changed_tables import ChangedTables
-from lightning_distrec.strategies.checkpoints.job_fit import JobFit
 from lightning_distrec.strategies.checkpoints.table_differences import find_table_tensors, turn_into_difference
 from lightning_distrec.strategies.checkpoints.table_states import SavedTables
 
@@ -165,20 +162,6 @@ def no_longer_needed(stored: list[tuple[int, Path, Mark]], keep: int, base: str)
     old = [(path, mark) for _, path, mark in newest if path.name not in needed]
     # If the process dies in between, no difference has lost its base.
     return [path for path, _ in sorted(old, key=lambda entry: not entry[1].is_difference)]
-
-
-def begin_series(
-    options: IncrementalOptions | None,
-    ranks: Consensus,
-    tables: SavedTables | None,
-    module: LightningModule,
-    job: JobFit | None,
-    saver: Saver,
-) -> IncrementalSaves | None:
-    """Collective. Return the series of a fit; None where none is asked for, and outside of fits."""
-    if options is None or module.trainer.state.fn != TrainerFn.FITTING:
-        return None
-    return IncrementalSaves(options, ranks, tables, module.trainer, job.label if job is not None else "", saver.remove)
 
 
 class _SaveEvery(Callback):

@@ -43,116 +43,6 @@ class Places:
     """Whether the fit came to its end."""
 
 
-class JobRecord:
-    """What is known of one fit. root: the trainer's default_root_dir. name: of the fit."""
-
-    def __init__(self, root: Path, name: str) -> None:
-        self._path = root / FOLDER / f"{name}.json"
-        self.places = Places()
-        self._is_written = True
-
-    def read(self) -> None:
-        """Read what was written before this start. On rank 0; nothing where there is no record."""
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            self.places = Places(**json.loads(self._path.read_text()))
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing was saved."""
-        places = self.places
-        return not (places.folders or places.files or places.elsewhere)
-
-    def candidates(self, more_folders: list[Path]) -> list[Path]:
-        """Return what may be a checkpoint of the fit. more_folders: to look into."""
-        folders = dict.fromkeys([*map(Path, self.places.folders), *more_folders])
-        paths = [path for folder in folders for path in sorted(folder.glob(f"[!.]*{CHECKPOINT_SUFFIX}"))]
-        resolved = (path.resolve() for path in [*paths, *map(Path, self.places.files)])  # last.ckpt may be a link
-        return list(dict.fromkeys(path for path in resolved if path.exists()))
-
-    def folders(self) -> list[Path]:
-        """Return the folders in which checkpoints were saved."""
-        return list(
-            dict.fromkeys([*map(Path, self.places.folders), *(Path(file).parent for file in self.places.files)])
-        )
-
-    def note_saving(self, path: str, start: str, is_alone: bool = False) -> None:
-        """Note where a checkpoint will be. On every rank, of which rank 0 writes.
-
-        start: of the fit; those of another start are not looked for any more. is_alone: others in its folder are not of
-        this job.
-        """
-        old_places = asdict(self.places)
-        if self.places.start != start:
-            self.places = Places(start)
-        places, local = self.places, Path(path).absolute()
-        if "://" in path:
-            places.elsewhere = [path]
-        elif is_alone or local.suffix != CHECKPOINT_SUFFIX:
-            places.files = list(dict.fromkeys([*places.files, str(local)]))
-        else:
-            places.folders = list(dict.fromkeys([*places.folders, str(local.parent)]))
-        # Most saves change nothing: folders are noted, and not the checkpoints in them.
-        if asdict(places) != old_places:
-            self._write()
-
-    def reopen(self) -> None:
-        """Note that a fit that may have come to its end goes on. On rank 0."""
-        if self.places.has_ended:
-            self.places.has_ended = False
-            self._write()
-
-    def end(self) -> None:
-        """Note that the fit came to its end. On rank 0."""
-        self._forget_reached()
-        if not self.candidates([]):
-            with contextlib.suppress(OSError):
-                self._path.unlink(missing_ok=True)
-                self._path.parent.rmdir()  # where it is the last one
-            return
-        self.places.has_ended = True
-        self._write()
-
-    def note_reached(self, step: int) -> None:
-        """Note a step that the fit had come to when it failed: by the name of an empty file, for ranks that race."""
-        if not self.is_empty:
-            with contextlib.suppress(OSError):
-                self._path.with_suffix(f"{REACHED}{step}").touch()
-
-    def reached(self) -> int | None:
-        """Return the last step that the fit came to before any failure; None where it is not known."""
-        steps = [path.name.rpartition(REACHED)[2] for path in self._reached_files()]
-        return max((int(step) for step in steps if step.isdecimal()), default=None)
-
-    def _reached_files(self) -> list[Path]:
-        stem = self._path.name.removesuffix(".json")
-        return [path for path in self._path.parent.glob(f"*{REACHED}*") if path.name.startswith(f"{stem}{REACHED}")]
-
-    def _forget_reached(self) -> None:
-        for path in self._reached_files():
-            path.unlink(missing_ok=True)
-
-    @rank_zero_only
-    def _write(self) -> None:
-        try:
-            if not self._path.exists():
-                self._remove_old()
-            replace_file(self._path, json.dumps(asdict(self.places), indent=1).encode())
-        except OSError as error:
-            if self._is_written:
-                self._is_written = False
-                rank_zero_warn(
-                    f"{self._path} cannot be written ({error}): after a restart, checkpoints of this job are looked "
-                    "for in the dirpath of ModelCheckpoint only. Set default_root_dir to a folder that can be written."
-                )
-
-    def _remove_old(self) -> None:
-        # Records of jobs that never started again would pile up; nobody else removes them.
-        for path in self._path.parent.glob("*"):
-            with contextlib.suppress(OSError):
-                if time.time() - path.stat().st_mtime > KEPT_SECONDS:
-                    path.unlink()
-
-
 RUN_NAME = "LIGHTNING_DISTREC_RUN_NAME"
 """Variable for `run_name`, where the options do not set it."""
 
@@ -181,7 +71,7 @@ def new_label() -> str:
 
 
 class JobFit:
-    """What one fit of a job keeps over restarts and shares with no other.
+    """What one fit of a job keeps over restarts and shares with no other, and a record of where its checkpoints are.
 
     root: the trainer's default_root_dir. job: what a job keeps over restarts, by its launcher; "" for none. fit: which
     fit of the process it is, see `next_fit`. run: the user's name for the run; "" for none.
@@ -197,14 +87,15 @@ class JobFit:
         self.is_named_by_user = bool(run)
         self.start = ""
         """Drawn where a fit begins at its first step; it differs between fits of the same name."""
+        self._has_warned = False
         self.take_name(f"run-{run}-fit{fit}" if run else f"{job or 'stopped'}-{program:08x}-fit{fit}")
 
     def take_name(self, name: str) -> None:
         """Take rank 0's name: programs' arguments may differ between ranks."""
-        self.name = name
+        self.name, self.places = name, Places()
         self.path = self._root / f"{name}.ckpt"
         """The checkpoint that is saved when the job is asked to stop."""
-        self.record = JobRecord(self._root, name)
+        self._record = self._root / FOLDER / f"{name}.json"
 
     @property
     def label(self) -> str:
@@ -218,23 +109,98 @@ class JobFit:
     def has_label(self, label: str) -> bool:
         """Whether a checkpoint is of this fit, of the start in the record if that is known."""
         name, _, start = label.rpartition("@")
-        return self.has_name and name == self.name and self.record.places.start in ("", start)
+        return self.has_name and name == self.name and self.places.start in ("", start)
+
+    def read(self) -> None:
+        """Read the record of before this start. On rank 0; nothing where there is none."""
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            self.places = Places(**json.loads(self._record.read_text()))
+
+    def folders(self) -> list[Path]:
+        """Return the folders in which checkpoints were saved."""
+        parents = [Path(file).parent for file in self.places.files]
+        return list(dict.fromkeys([*map(Path, self.places.folders), *parents]))
+
+    def candidates(self, more_folders: list[Path]) -> list[Path]:
+        """Return what may be a checkpoint of the fit. more_folders: to look into."""
+        folders = dict.fromkeys([*map(Path, self.places.folders), *more_folders])
+        paths = [path for folder in folders for path in sorted(folder.glob(f"[!.]*{CHECKPOINT_SUFFIX}"))]
+        resolved = (path.resolve() for path in [*paths, *map(Path, self.places.files)])  # last.ckpt may be a link
+        return list(dict.fromkeys(path for path in resolved if path.exists()))
 
     def note_saving(self, path: str) -> None:
-        """Note where a checkpoint will be, before it is written. On every rank; rank 0 writes."""
-        if self.has_name:
-            self.record.note_saving(path, self.start, is_alone=path == str(self.path))
+        """Note where a checkpoint will be, before it is written. On every rank, of which rank 0 writes."""
+        if not self.has_name:
+            return
+        old_places = asdict(self.places)
+        # Checkpoints of another start are not looked for any more.
+        if self.places.start != self.start:
+            self.places = Places(self.start)
+        places, local = self.places, Path(path).absolute()
+        if "://" in path:
+            places.elsewhere = [path]
+        # Others in the folder of the checkpoint on stopping are not of this job.
+        elif path == str(self.path) or local.suffix != CHECKPOINT_SUFFIX:
+            places.files = list(dict.fromkeys([*places.files, str(local)]))
+        else:
+            places.folders = list(dict.fromkeys([*places.folders, str(local.parent)]))
+        # Most saves change nothing: folders are noted, and not the checkpoints in them.
+        if asdict(places) != old_places:
+            self._write()
+
+    def reopen(self) -> None:
+        """Note that a fit that may have come to its end goes on. On rank 0."""
+        if self.places.has_ended:
+            self.places.has_ended = False
+            self._write()
 
     def end(self) -> None:
         """Note that the fit has come to its end: another start begins again, and only a restart goes on from there.
 
         On rank 0.
         """
-        if self.has_name:
-            remove(self.path)
-            self.record.end()
+        if not self.has_name:
+            return
+        remove(self.path)
+        for path in self._reached_files():
+            path.unlink(missing_ok=True)
+        if self.candidates([]):
+            self.places.has_ended = True
+            self._write()
+            return
+        with contextlib.suppress(OSError):
+            self._record.unlink(missing_ok=True)
+            self._record.parent.rmdir()  # where it is the last one
 
     def note_failure(self, step: int) -> None:
-        """Note how far a fit has come that fails now. On any rank."""
-        if self.has_name:
-            self.record.note_reached(step)
+        """Note how far a fit has come that fails now. On any rank: in the name of an empty file, since ranks race."""
+        if self.has_name and (self.places.folders or self.places.files or self.places.elsewhere):
+            with contextlib.suppress(OSError):
+                self._record.with_suffix(f"{REACHED}{step}").touch()
+
+    def reached(self) -> int | None:
+        """Return the last step that the fit came to before any failure; None where it is not known."""
+        steps = [path.name.rpartition(REACHED)[2] for path in self._reached_files()]
+        return max((int(step) for step in steps if step.isdecimal()), default=None)
+
+    def _reached_files(self) -> list[Path]:
+        # By prefix, not by pattern: names may hold what glob takes for wildcards.
+        return [f for f in self._record.parent.glob(f"*{REACHED}*") if f.name.startswith(f"{self.name}{REACHED}")]
+
+    @rank_zero_only
+    def _write(self) -> None:
+        try:
+            if not self._record.exists():
+                # Records of jobs that never started again would pile up; nobody else removes them.
+                for path in self._record.parent.glob("*"):
+                    with contextlib.suppress(OSError):
+                        if time.time() - path.stat().st_mtime > KEPT_SECONDS:
+                            path.unlink()
+            replace_file(self._record, json.dumps(asdict(self.places), indent=1).encode())
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                rank_zero_warn(
+                    f"{self._record} cannot be written ({error}): after a restart, checkpoints of this job are looked "
+                    "for in the dirpath of ModelCheckpoint only. Set default_root_dir to a folder that can be written."
+                )

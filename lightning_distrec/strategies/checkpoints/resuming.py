@@ -60,7 +60,7 @@ class Resuming:
         # It may have been found in a dirpath alone: then the record does not have it yet.
         self.job.note_saving(newest.path)
         if ranks.rank == 0:
-            self.job.record.reopen()
+            self.job.reopen()
         return newest.path
 
     def keep_folders(self, path: Any, checkpoint: Mapping[str, Any]) -> None:
@@ -99,17 +99,17 @@ class Resuming:
 
     def _candidates(self) -> list[tuple[str, int, str]]:
         """Return path, step and label of the job's checkpoints, the furthest first. On rank 0."""
-        job, record = self.job, self.job.record
-        record.read()
-        if record.places.has_ended and not self._attempt and not job.is_named_by_user:
-            record.places = Places()  # the old one stays on disk until something is saved
+        job = self.job
+        job.read()
+        if job.places.has_ended and not self._attempt and not job.is_named_by_user:
+            job.places = Places()  # the old one stays on disk until something is saved
             return []
-        for folder in [*record.folders(), *self._dirpaths]:
+        for folder in [*job.folders(), *self._dirpaths]:
             with suppress(OSError):  # it may not be writable; then it was not this attempt's either
                 for path in clean_up(folder):
                     rank_zero_info(f"A checkpoint is skipped, and removed: {path} was never completed.")
         checkpoints = []
-        for path in record.candidates([*self._dirpaths]):
+        for path in job.candidates(self._dirpaths):
             try:
                 origin = open_checkpoint(path).origin(self._pickles)
             except CheckpointError as error:
@@ -124,8 +124,8 @@ class Resuming:
         return f"Restarted ({self._launcher}, attempt {self._attempt})" if self._attempt else "Started again"
 
     def _explain(self, newest: ResumePoint, ckpt_path: Any) -> None:
-        places, reached = self.job.record.places, self.job.record.reached()
-        if places.has_ended:
+        reached = self.job.reached()
+        if self.job.places.has_ended:
             progress = "The fit had come to its end."
         elif reached is None:
             progress = "No rank could note how far the job had come, so how many steps are trained again is not known."
@@ -143,7 +143,7 @@ class Resuming:
     def _explain_first_start(self, ckpt_path: Any) -> None:
         if not self._attempt:
             return
-        elsewhere = self.job.record.places.elsewhere
+        elsewhere = self.job.places.elsewhere
         beginning = f"{self._beginning()}: training starts {f'from {ckpt_path}' if ckpt_path else 'at step 0'}"
         if self._never:
             rank_zero_info(f"{beginning}, because of stopping={{'resume': 'never'}}.")

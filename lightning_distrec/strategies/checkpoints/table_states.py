@@ -27,17 +27,11 @@ if TYPE_CHECKING:  # they load torchrec, which modules without tables have no us
 class SavedTables(Protocol):
     """The sharded tables of a run, with what updates them."""
 
-    @property
-    def shards(self) -> ShardedTables:
-        """The tables' shards on this rank."""
-
-    @property
-    def updates(self) -> Mapping[str, TableUpdate]:
-        """Full name of a table -> what updates it."""
-
-    @property
-    def table_optimizers(self) -> list[Optimizer]:
-        """The optimizers of tables alone."""
+    shards: ShardedTables
+    updates: dict[str, TableUpdate]
+    """By full name of a table."""
+    table_optimizers: list[Optimizer]
+    """Those of tables alone."""
 
     @property
     def all_optimizers(self) -> list[Optimizer]:

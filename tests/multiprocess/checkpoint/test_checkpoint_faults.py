@@ -29,7 +29,7 @@ from lightning_distrec.checkpoint.atomic_folder import MARKER, UNFINISHED, is_ch
 from lightning_distrec.checkpoint.lazy_tensors import materialized
 from lightning_distrec.checkpoint.tools.export_checkpoint import export
 from lightning_distrec.errors import CheckpointError
-from lightning_distrec.strategies.checkpoints.plain_types import drop_hyperparameters
+from lightning_distrec.strategies.checkpoints.checkpointing import drop_hyperparameters
 from tests.support.click_model import ClickModel, rank_loader, seeded
 from tests.support.parameters import slow_except
 from tests.support.plain_checkpoints import load
