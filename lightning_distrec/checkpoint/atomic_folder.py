@@ -1,8 +1,7 @@
 """A checkpoint on disk, a folder or a file: under its final name only once it is complete.
 
-It is written under a temporary name in the same folder; the marker, which lists every file, is written last; then the
-folder is renamed. A file is written inside of such a folder, and renamed out of it. So whenever a process or machine
-stops, what has a checkpoint's name is complete.
+It is written in a folder of a temporary name next to it; the marker, which lists every file, is written last; then the
+folder, or the one file in it, is renamed. So whenever a process or machine stops, what has its name is complete.
 """
 
 import contextlib
@@ -23,7 +22,6 @@ from lightning_distrec.errors import CheckpointError
 MARKER = "complete.json"
 FORMAT = 1
 """Version of a folder's content; other versions are refused."""
-
 UNFINISHED = ".distrec-unfinished-"
 """Prefix of the names of folders that are being written, or removed."""
 REMOVED = f"{UNFINISHED}removed-"
@@ -46,18 +44,13 @@ def read_marker(path: Path) -> dict[str, Any]:
         marker = json.loads((path / MARKER).read_text())
     except OSError:
         raise CheckpointError(
-            f"{path} is not a complete checkpoint: {MARKER}, which is written last, is missing. It may be an "
-            "interrupted copy, or another program's folder. Use an earlier checkpoint."
+            f"{path} is not a complete checkpoint: {MARKER}, which is written last, is missing. Use an earlier one."
         ) from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path / MARKER} is damaged: {error}.") from None
     if not isinstance(marker, dict) or not isinstance(marker.get("files"), dict) or "format" not in marker:
         raise CheckpointError(f"{path / MARKER} is damaged: it does not list the files.")
-    if marker["format"] != FORMAT:
-        raise CheckpointError(
-            f"{path} has format {marker['format']}, and this version of lightning_distrec reads format {FORMAT}. "
-            "Install the version that wrote it, or a later one."
-        )
+    check_format(path, marker["format"])
     for name, size in marker["files"].items():
         # Not isinstance: true in JSON becomes a bool, which is an int in Python.
         if type(size) is not int:
@@ -67,6 +60,15 @@ def read_marker(path: Path) -> dict[str, Any]:
             problem = "is missing" if actual_size is None else f"has {actual_size:,} bytes"
             raise CheckpointError(f"{path} is damaged: {name} {problem}, and should have {size:,} bytes.")
     return marker
+
+
+def check_format(path: Path, version: Any) -> None:
+    """Raise CheckpointError: a checkpoint has another format than FORMAT."""
+    if version != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {version}, and this version of lightning_distrec reads format {FORMAT}. Install the "
+            "version that wrote it, or a later one."
+        )
 
 
 def _file_size(folder: Path, name: str) -> int | None:
@@ -107,14 +109,11 @@ class UnfinishedFolder:
             raise
 
     def complete(self, marker: dict[str, Any]) -> None:
-        """Write the marker, with the list of files, and rename the folder. A checkpoint of that name is replaced.
-
-        All files are on disk before the marker is, and the marker before the folder has its name: a machine that
-        crashes in between leaves an unfinished folder, never an incomplete checkpoint.
-        """
+        """Write the marker, with the list of files, and rename the folder. A checkpoint of that name is replaced."""
         files = {file.name: file.stat().st_size for file in sorted(self.path.iterdir()) if file.name != _LOCK}
+        content = {"format": FORMAT, "name": self._final.name, **marker, "files": files}
         # The marker goes last: it lists files that are on disk already, and without it a folder is no checkpoint.
-        write_file(self.path / MARKER, _marker_text(self._final.name, marker, files))
+        write_file(self.path / MARKER, json.dumps(content, indent=1).encode())
         fsync(self.path)
         # lexists: a broken link of that name is in the way, too.
         if os.path.lexists(self._final):
@@ -153,10 +152,6 @@ class UnfinishedFolder:
             self._lock = None
 
 
-def _marker_text(name: str, marker: dict[str, Any], files: dict[str, int]) -> bytes:
-    return json.dumps({"format": FORMAT, "name": name, **marker, "files": files}, indent=1).encode()
-
-
 def remove(path: Path) -> None:
     """Remove a checkpoint: a folder, a file or a link. A folder is renamed first: a reader never finds half of one."""
     if path.is_symlink() or path.is_file():
@@ -173,10 +168,7 @@ def remove(path: Path) -> None:
 
 
 def clean_up(parent: Path) -> list[Path]:
-    """Remove unfinished folders in `parent` whose writers have died, and return their paths.
-
-    A complete checkpoint whose writer died between two renames of `_exchange` gets its name back.
-    """
+    """Remove unfinished folders whose writers have died, and return their paths; complete ones get their name back."""
     removed = []
     for path in parent.glob(f"{UNFINISHED}*") if parent.is_dir() else []:
         if _has_writer(path):
@@ -208,19 +200,14 @@ def _final_name(leftover: Path) -> str | None:
 
 
 def _has_writer(path: Path) -> bool:
-    try:
-        # For writing as well: NFS turns flock into locks of byte ranges, and exclusive ones need that.
-        lock = os.open(path / _LOCK, os.O_RDWR)
-    except OSError:
-        return False  # complete, or being removed
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True  # held, or the file system has no locks
-    else:
-        return False
-    finally:
-        os.close(lock)
+    # A folder that is complete, or being removed, has no lock file. Opened for writing as well: NFS turns flock into
+    # locks of byte ranges, and exclusive ones need that.
+    with contextlib.suppress(OSError), open(path / _LOCK, "r+b") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True  # held, or the file system has no locks
+    return False
 
 
 def _exchange(new: Path, old: Path) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lightning_distrec.checkpoint.atomic_folder import read_marker
 from lightning_distrec.checkpoint.difference import Difference, read_mark
 from lightning_distrec.checkpoint.lazy_tensors import materialized
 from lightning_distrec.checkpoint.load import CheckpointFile, CheckpointFolder, Loaded, StoredCheckpoint
@@ -17,9 +18,11 @@ def open_checkpoint(path: Path) -> StoredCheckpoint:
         if not path.exists():
             raise MissingCheckpointError(f"there is no checkpoint {path}.")
         return CheckpointFile(path)
-    folder = CheckpointFolder(path)
-    mark = read_mark(path, folder.marker)
-    return Difference(folder, mark) if mark is not None and mark.is_difference else folder
+    marker = read_marker(path)
+    mark = read_mark(path, marker)
+    if mark is not None and mark.is_difference:
+        return Difference(path, marker, mark)
+    return CheckpointFolder(path, marker)
 
 
 def read_contents(path: Path, pickles: bool = False) -> Loaded:
@@ -33,12 +36,10 @@ def read_contents(path: Path, pickles: bool = False) -> Loaded:
 
 
 def verify(path: Path, on_progress: Callable[[int], None] = lambda num_bytes: None) -> list[str]:
-    """Read all of a checkpoint, and return what has changed since it was written, by its checksums.
+    """Read all of a checkpoint, and its base, and return what has changed since it was written, by its checksums.
 
-    Loading does not check them: it reads the rows that a rank needs, and a checksum covers a full chunk of a table.
-    Of a difference its base is read too. on_progress: called with the number of bytes read. Up to 64 MiB of a folder
-    are in memory at once. The metadata have no checksum; they are compared with the files when they are loaded.
-    Raises CheckpointError: it cannot be read, or is a file without checksums.
+    Loading does not check them: a checksum covers a full chunk of a table, and a rank needs some rows.
+    on_progress: called with numbers of bytes. Raises CheckpointError: it cannot be read, or has no checksums.
     """
     return sorted(open_checkpoint(path).changed_bytes(on_progress))
 
@@ -46,8 +47,8 @@ def verify(path: Path, on_progress: Callable[[int], None] = lambda num_bytes: No
 def read_full(path: Path, with_optimizers: bool, pickles: bool = False) -> dict[str, Any]:
     """Read a checkpoint's folder into memory, as stock Lightning has it.
 
-    with_optimizers: also read the optimizers' state, which is 0 to 2 times as large as the weights; without, it is left
-    out. pickles: whether it may hold any types, whose code is run. Raises CheckpointError: see `load`.
+    with_optimizers: also read the optimizers' state, which is up to twice as large as the weights; else it is left out.
+    pickles: whether it may hold any types, whose code is run.
     """
     checkpoint = read_contents(path, pickles).checkpoint
     states = checkpoint.pop("optimizer_states", None)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_distrec.checkpoint.atomic_folder import read_marker
 from lightning_distrec.checkpoint.lazy_tensors import as_lazy, collect_tensors
-from lightning_distrec.checkpoint.load import CheckpointFolder, Loaded, Origin
+from lightning_distrec.checkpoint.load import CheckpointFolder, Loaded
 from lightning_distrec.checkpoint.plain_state import map_nested
 from lightning_distrec.checkpoint.storage import StoredTensors, matches_checksums
 from lightning_distrec.chunks import Box, Chunk, LazyTensor, narrowed, overlap, row_ranges
@@ -137,40 +138,38 @@ def _put_rows(target: Tensor, box: Box, shard: ShardRows) -> None:
         target[places.to(target.device)] = values.to(target.device, target.dtype)
 
 
-class Difference:
+class Difference(CheckpointFolder):
     """A folder with the changed rows of tables, to be laid over the full checkpoint next to it that its mark names."""
 
-    def __init__(self, folder: CheckpointFolder, mark: Mark) -> None:
-        self.folder, self._mark = folder, mark
+    def __init__(self, path: Path, marker: dict[str, Any], mark: Mark) -> None:
+        super().__init__(path, marker)
+        self._mark = mark
 
+    @override
     def load(self, rank: int, num_ranks: int, pickles: bool = False) -> Loaded:
         """Read it with its base. The checksums of the difference's chunks are compared, each by one of the ranks."""
-        loaded, path = self.folder.load(rank, num_ranks, pickles), self.folder.path
+        loaded = super().load(rank, num_ranks, pickles)
         # A full checkpoint is read by the rectangle, past torch's checksums; of a difference all is compared.
-        for name, record in StoredTensors(path).records(rank, num_ranks):
+        for name, record in StoredTensors(self.path).records(rank, num_ranks):
             if not matches_checksums(record):
-                raise CheckpointError(f"{path} is damaged: {name} does not match its checksum.")
+                raise CheckpointError(f"{self.path} is damaged: {name} does not match its checksum.")
         return self._lay_over_base(loaded, pickles)
 
+    @override
     def contents(self, pickles: bool = False) -> Loaded:
-        """Read it with its base."""
-        return self._lay_over_base(self.folder.contents(pickles), pickles)
+        return self._lay_over_base(super().contents(pickles), pickles)
 
-    def origin(self, pickles: bool = False) -> Origin:
-        """Return where it comes from."""
-        return self.folder.origin(pickles)
-
+    @override
     def changed_bytes(self, on_progress: Callable[[int], None]) -> set[str]:
-        """Read all of it and of its base, and return what has changed."""
-        changed, base = self.folder.changed_bytes(on_progress), self._base()
+        changed, base = super().changed_bytes(on_progress), self._base()
         return changed | {f"{name} of its base {base.path.name}" for name in base.changed_bytes(on_progress)}
 
     def _base(self) -> CheckpointFolder:
         """Return the full checkpoint. Raises CheckpointError: it is not the one, or damaged."""
         # Resolved, because last.ckpt may be a link into another folder, and the base lies next to its target.
-        path, base_path = self.folder.path, self.folder.path.resolve().parent / self._mark.base_name
+        path, base_path = self.path, self.path.resolve().parent / self._mark.base_name
         try:
-            base = CheckpointFolder(base_path)
+            base = CheckpointFolder(base_path, read_marker(base_path))
             mark = read_mark(base_path, base.marker)
         except CheckpointError as error:
             raise CheckpointError(
@@ -178,14 +177,13 @@ class Difference:
             ) from error
         if mark is None or mark.id != self._mark.base_id:
             raise CheckpointError(
-                f"{path} is a difference, and {base_path} is not its base but another checkpoint of that name. Use "
-                "another checkpoint."
+                f"{path} is a difference, and {base_path} is not its base but another checkpoint of that name."
             )
         return base
 
     def _lay_over_base(self, loaded: Loaded, pickles: bool) -> Loaded:
         """Return a checkpoint with tensors of its base where the difference has some rows only."""
-        path, base = self.folder.path, self._base()
+        path, base = self.path, self._base()
         # Handles of the base's large tensors: nothing of them is read before a rank asks for its rectangle.
         base_tensors = collect_tensors(base.contents(pickles).checkpoint)
         try:

@@ -93,8 +93,7 @@ class Ring:
 def gather_full(state: Any, ranks: Ranks, *, everywhere: bool = False, group: Any = None) -> Any:
     """Collective. Return nested dicts and lists with full tensors in place of sharded ones, on the host of rank 0.
 
-    Other ranks get empty tensors in their place, but with `everywhere`. They are sent one after the other, in blocks of
-    64 MiB, so that no device holds more than its own shards and a block.
+    Other ranks get empty tensors in their place, but with `everywhere`. No device holds more than shards and a block.
     group: a gloo group to send them over, for a thread; None: the default group.
     Raises CheckpointError on every rank: a host has not enough free memory for those of its ranks.
     """

@@ -75,8 +75,7 @@ class SafetensorsTensor(LazyTensor):
 def stored_tensor(reference: Mapping[str, Any], path: Path, tensors: StoredTensors) -> StoredTensor:
     """Return the tensor that a folder's state names by a reference: a dict with its name, shape and type.
 
-    Raises CheckpointError: the folder at `path` has it in another shape, or not at all; KeyError, TypeError: the
-    reference is not as it was written.
+    Raises CheckpointError: the folder has it not, or in another shape; KeyError, TypeError: the reference is damaged.
     """
     shape = tuple(torch.Size(reference["shape"]))  # a TypeError where these are no integers
     handle = StoredTensor(reference[STORED], shape, reference["dtype"], tensors)
@@ -113,10 +112,7 @@ def materialized(value: Any) -> Any:
 
 
 def materialized_as(value: Any, parameter: Any) -> Any:
-    """Return the tensor of a handle, distributed as `parameter` is: of a DTensor, this rank's shard is read.
-
-    Tensors of other shapes than the parameter's (of an optimizer's state) are replicated.
-    """
+    """Return the tensor of a handle: this rank's shard where `parameter` is a DTensor of its shape, else replicated."""
     # A DTensor is an instance of Tensor too, but has its placements already.
     lazy = None if isinstance(value, DTensor) else as_lazy(value)
     if lazy is None or not isinstance(parameter, DTensor) or not lazy.shape:
@@ -137,10 +133,7 @@ def _read_shard(lazy: LazyTensor, like: DTensor) -> DTensor:
 
 
 def read_blocks(lazy: LazyTensor) -> Iterator[Tensor]:
-    """Yield a tensor's rows in order, on the host and contiguous, BLOCK_BYTES or one row at a time.
-
-    Each block is overwritten by the next one.
-    """
+    """Yield a tensor's rows in order, on the host, BLOCK_BYTES or a row at a time; each block overwrites the last."""
     shape = tuple(lazy.shape)
     if not shape:
         number = torch.empty((), dtype=lazy.dtype)

@@ -1,7 +1,6 @@
 """The forms that a checkpoint on disk may have: one file, of ours, torch, Lightning or safetensors, or our folder.
 
-Nothing is gathered: every rank reads from the file system what it needs, tables by the rectangle. A difference, which
-needs a folder besides its own, is in incremental/.
+Nothing is gathered: every rank reads from the file system what it needs, tables by the rectangle.
 """
 
 import io
@@ -16,7 +15,7 @@ from typing import Any, BinaryIO, Protocol
 import torch
 from torch import Tensor
 
-from lightning_distrec.checkpoint.atomic_folder import MARKER, read_marker
+from lightning_distrec.checkpoint.atomic_folder import MARKER
 from lightning_distrec.checkpoint.lazy_tensors import SafetensorsTensor, stored_tensor
 from lightning_distrec.checkpoint.plain_state import CHUNKED, from_bytes, insert_tensors, read_plain
 from lightning_distrec.checkpoint.save import CHECKSUMS, STATE_FILE, rank_file
@@ -129,25 +128,20 @@ class CheckpointFile:
         """Return a Lightning checkpoint; a bare state_dict becomes one."""
         content, path = self._read(pickles), self._path
         if not isinstance(content, Mapping):
-            raise CheckpointError(
-                f"{path} holds a {type(content).__name__}, and neither a checkpoint nor a state_dict."
-            )
+            raise CheckpointError(f"{path} holds a {type(content).__name__}, no checkpoint and no state_dict.")
         # What torch.save(model.state_dict()) writes, and the .pt files of export.
         if "state_dict" not in content and all(isinstance(value, Tensor) for value in content.values()):
             content = {"state_dict": content}
         if not isinstance(content.get("state_dict"), Mapping):
-            raise CheckpointError(
-                f"{path} holds no state_dict, only {sorted(map(str, content))}: it is neither a checkpoint nor a "
-                "state_dict."
-            )
+            raise CheckpointError(f"{path} holds no state_dict, only {sorted(map(str, content))}.")
         return dict(content)
 
 
 class CheckpointFolder:
-    """A folder that all ranks have written. Raises CheckpointError: see `read_marker`."""
+    """A folder that all ranks have written. marker: see `read_marker`."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.marker = path, read_marker(path)
+    def __init__(self, path: Path, marker: dict[str, Any]) -> None:
+        self.path, self.marker = path, marker
 
     def load(self, rank: int, num_ranks: int, pickles: bool = False) -> Loaded:
         """Read it; replicated tensors are read, of sharded ones there are handles."""
@@ -172,9 +166,7 @@ class CheckpointFolder:
         """Read all of it but the metadata, and return what has changed: files, and chunks of tensors."""
         checksums = self.marker.get(CHECKSUMS, {})
         if not isinstance(checksums, dict) or not checksums.keys() <= self.marker["files"].keys():
-            raise CheckpointError(
-                f"{self.path} is damaged: its marker has no checksums of its files, but {checksums!r}."
-            )
+            raise CheckpointError(f"{self.path} is damaged: its marker has no checksums, but {checksums!r}.")
         path = self.path
         try:
             changed = {
@@ -202,9 +194,7 @@ class CheckpointFolder:
             if not isinstance(checkpoint, dict) or not isinstance(checkpoint["state_dict"], Mapping):
                 raise TypeError("no dict")
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise CheckpointError(
-                f"{self.path} is damaged: {STATE_FILE} is not as it was written ({error!r})."
-            ) from error
+            raise CheckpointError(f"{self.path} is damaged: {STATE_FILE} is not as written ({error!r}).") from error
         return checkpoint
 
     def _must_list(self, names: set[str]) -> None:
@@ -237,12 +227,9 @@ def _open_files(paths: list[Path]) -> Iterator[tuple[str, BinaryIO]]:
     for path in paths:
         try:
             with open(path, "rb") as file:
-                # torch's older format is a plain pickle; the newer one is a zip archive, with a checksum for each
-                # record.
+                # torch's older format is a plain pickle; the newer one is a zip archive, with checksums.
                 if not zipfile.is_zipfile(file):
-                    raise CheckpointError(
-                        f"{path} has no checksums: only files of torch.save in its newer format have."
-                    )
+                    raise CheckpointError(f"{path} has no checksums: only torch.save's newer format has.")
                 yield path.name, file
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}.") from error

@@ -37,10 +37,7 @@ def as_chunked(value: Any) -> ChunkedTensor | None:
 
 
 def split_replicated(tensor: Tensor, rank: int, num_ranks: int, turn: int) -> ChunkedTensor:
-    """Return what this rank writes of a tensor that all ranks hold: some of its rows.
-
-    turn: tensors that are too small to be split are written by one rank each, in turn.
-    """
+    """Return the rows of a replicated tensor that this rank writes. turn: small ones are written by one rank each."""
     shape = tuple(tensor.shape)
     if not shape or shape[0] < num_ranks or tensor.nbytes < SMALL_BYTES:
         chunks = [Chunk((0,) * len(shape), tensor.detach())] if turn % num_ranks == rank else []
@@ -138,10 +135,7 @@ def map_nested(item: Any, path: str, function: Callable[[Any, str], Any]) -> Any
 
 
 def to_bytes(value: Any, pickles: bool = False) -> bytes:
-    """Return `value` as torch.save writes it.
-
-    pickles: whether it may be of any type. Raises CheckpointError: it is not, and would not load again.
-    """
+    """Return `value` as torch.save writes it. Raises CheckpointError: it would not load again, and not `pickles`."""
     buffer = io.BytesIO()
     if pickles:
         torch.save(value, buffer)
@@ -207,7 +201,7 @@ def _loads(value: Any) -> bool:
 def read_plain(path: Path, pickles: bool = False) -> Any:
     """Read plain types and tensors, on the host, from a file of torch.save.
 
-    pickles: whether it may hold other types, whose code is run. Raises CheckpointError: it does, and it may not.
+    pickles: whether it may hold other types, whose code is run; else they raise CheckpointError.
     """
     # torch maps files of its zip format only, and raises for older ones.
     return _load_plain(path, path, zipfile.is_zipfile(path), pickles)
@@ -249,10 +243,7 @@ def numbered_names(state: Mapping[str, Any]) -> list[str]:
 
 
 def plain_optimizer_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state as torch keeps it: parameters by number instead of by name.
-
-    state: "param_groups", whose "params" are names, and "state", by name.
-    """
+    """Return an optimizer's state as torch keeps it: parameters have numbers instead of names, in groups and state."""
     numbers = {name: number for number, name in enumerate(numbered_names(state))}
     groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
     states = {numbers[name]: values for name, values in state["state"].items()}

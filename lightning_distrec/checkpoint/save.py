@@ -64,10 +64,7 @@ class Snapshot(Protocol):
         """Return a copy whose tensors share no memory with the module and its optimizers."""
 
     def write(self, ranks: RanksOfThread) -> None:
-        """Collective. Write the checkpoint; it appears under its name when it is complete.
-
-        Raises CheckpointError on every rank: one of them could not write. What was there before stays.
-        """
+        """Collective. Write it; until it is complete, or if a rank fails and all raise, what was there stays."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,28 +88,20 @@ class FolderSnapshot:
     """What one rank writes of a folder."""
 
     path: Path
-    state: bytes | None
-    """Content of STATE_FILE; rank 0's."""
-    rank_state: bytes
-    """Content of this rank's `rank_file`."""
     tensors: Mapping[str, ChunkedTensor]
+    files: Mapping[str, bytes]
+    """Name -> content of what is no tensor."""
     marker: dict[str, Any]
-    extra_files: Mapping[str, bytes]
-    """Name -> content; rank 0's."""
 
     def on_host(self) -> "FolderSnapshot":
         """Return a copy whose tensors share no memory with the module and its optimizers."""
-        # The other fields are bytes and plain values already: only tensors still share memory with the module.
         return replace(self, tensors=copy_to_host(self.tensors))
 
     def write(self, ranks: RanksOfThread) -> None:
         """Collective. Write the folder."""
 
         def write_other_files() -> None:
-            if self.state is not None:
-                write_file(folder / STATE_FILE, self.state)
-            write_file(folder / rank_file(ranks.rank), self.rank_state)
-            for name, content in self.extra_files.items():
+            for name, content in self.files.items():
                 write_file(folder / name, content)
 
         def complete() -> None:
@@ -147,7 +136,7 @@ def take_folder_snapshot(content: RankContent, ranks: RanksOfThread) -> FolderSn
         "saving a checkpoint",
         lambda: (to_bytes(plain, pickles) if ranks.rank == 0 else None, to_bytes(dict(content.rank_state))),
     )
-    extra_files = content.extra_files if ranks.rank == 0 else {}
+    extra_files = dict(content.extra_files) if ranks.rank == 0 else {}
     # torch.save puts checksums into its files; these files are written as they are, and have none.
     crc32 = {name: zlib.crc32(file_content) for name, file_content in extra_files.items()}
     marker = {
@@ -157,25 +146,26 @@ def take_folder_snapshot(content: RankContent, ranks: RanksOfThread) -> FolderSn
         **({CHECKSUMS: crc32} if crc32 else {}),
         "tensors": {name: [list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()},
     }
-    return FolderSnapshot(content.path, state, rank_state, tensors, marker, extra_files)
+    files = {rank_file(ranks.rank): rank_state, **({} if state is None else {STATE_FILE: state}), **extra_files}
+    return FolderSnapshot(content.path, tensors, files, marker)
 
 
 @contextlib.contextmanager
 def unfinished_on_rank_0(ranks: RanksOfThread, path: Path) -> Iterator[UnfinishedFolder | None]:
     """Collective. Yield a folder to write a checkpoint in, on rank 0; it is gone afterwards if it is not completed."""
-    folders: list[UnfinishedFolder] = []
 
-    def begin() -> None:
-        if ranks.rank == 0:
-            # What writers left that have died goes first: this checkpoint may need its disk space.
-            clean_up(path.parent)
-            folders.append(UnfinishedFolder(path))
+    def begin() -> UnfinishedFolder | None:
+        if ranks.rank:
+            return None
+        # What writers left that have died goes first: this checkpoint may need its disk space.
+        clean_up(path.parent)
+        return UnfinishedFolder(path)
 
+    folder = on_all_ranks(ranks, path, begin)
     try:
-        on_all_ranks(ranks, path, begin)
-        yield next(iter(folders), None)
+        yield folder
     finally:
-        for folder in folders:
+        if folder is not None:
             # After `complete` there is nothing of this name left, and nothing is removed.
             folder.abandon()
 
@@ -215,10 +205,7 @@ class Saver:
         self._to_remove: list[Path] = []
 
     def save(self, snapshot: Snapshot) -> None:
-        """Collective. Write the checkpoint, or start to, once an earlier one is finished.
-
-        Raises CheckpointError on every rank: this one, or the one before it, could not be written.
-        """
+        """Collective. Write the checkpoint, or start to, after an earlier one. Raises on all ranks: one has failed."""
         # One at a time: two writes would meet in one process group, and need two copies on the host.
         self.finish()
         if not self._is_async:
@@ -242,15 +229,10 @@ class Saver:
 
     def remove(self, path: Path) -> None:
         """Remove a checkpoint; while one is being written, after that is complete, and not at all if it fails."""
-        if self._thread is None:
-            self._remove(path)
-        else:
-            # ModelCheckpoint removes the old checkpoint right after it has asked for the new one, here still in flight.
+        # ModelCheckpoint removes the old checkpoint right after it has asked for the new one, here still in flight.
+        if self._thread is not None:
             self._to_remove.append(path)
-
-    def _remove(self, path: Path) -> None:
-        # All ranks come here, but the files are shared.
-        if self._ranks.rank == 0:
+        elif self._ranks.rank == 0:  # all ranks come here, but the files are shared
             remove(path)
 
     @property
@@ -259,10 +241,7 @@ class Saver:
         return self._failure is not None
 
     def finish(self, timeout_seconds: float | None = None) -> None:
-        """Collective where a write is in flight. Wait for it, and then remove the checkpoints that `remove` was given.
-
-        Raises CheckpointError on every rank: it could not be written, or not in time.
-        """
+        """Collective. Wait for a write in flight, then do what `remove` was told. Raises on all ranks: it failed."""
         if self._thread is None:
             return
         began = time.monotonic()
@@ -283,4 +262,4 @@ class Saver:
         if failure is not None:
             raise failure
         for path in to_remove:
-            self._remove(path)
+            self.remove(path)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_distrec.checkpoint.atomic_folder import FORMAT
+from lightning_distrec.checkpoint.atomic_folder import FORMAT, check_format
 from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
 from lightning_distrec.checkpoint.host_copies import copy_to_host, free_host_bytes, gather_full, num_bytes
 from lightning_distrec.checkpoint.plain_state import (
@@ -57,7 +57,6 @@ def fits_in_one_file(checkpoint: Mapping[str, Any], options: CheckpointOptions, 
             plain += value.nbytes
         else:
             map_nested(value, path, count)
-        return value
 
     count(checkpoint, "")
     is_small = plain + sharded < SINGLE_FILE_BYTES and sharded < free_host_bytes()
@@ -95,22 +94,17 @@ class FileSnapshot:
 
     def full_content(self, ranks: RanksOfThread) -> dict[str, Any]:
         """Collective. Return what the file holds, on rank 0; an empty dict on the others."""
-        # Both collectives come before the early return: the other ranks have no more to do.
         full = gather_full(dict(self.tensors), ranks, group=ranks.group)
         states = ranks.all_gather(self.rank_state)
         if ranks.rank:
             return {}
         content = insert_tensors(self.content, lambda reference: full[reference[STORED]])
-        named = content.get("optimizer_states", [])
-        # What torch does not keep of an optimizer: its class, its parameters' names, and marks.
-        optimizers = [
-            {
-                **{key: value for key, value in state.items() if key not in ("state", "param_groups")},
-                "names": numbered_names(state),
-            }
-            for state in named
-        ]
-        if named:
+        optimizers = []
+        if named := content.get("optimizer_states", []):
+            # What torch does not keep of an optimizer: its class, its parameters' names, and marks.
+            for state in named:
+                entries = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+                optimizers.append({**entries, "names": numbered_names(state)})
             content["optimizer_states"] = [plain_optimizer_state(state) for state in named]
         content[EXTRA] = {**self.extra, "optimizers": optimizers, "rank_states": states}
         return content
@@ -134,12 +128,10 @@ class FileSnapshot:
 
 
 def _save(content: dict[str, Any], path: Path) -> None:
-    """Write a file of torch. Raises OSError: it cannot be written.
-
-    Through Python's file, because torch's own says nothing of a full disk. When closing its archive, torch still raises
-    a RuntimeError on top of what the file raised.
-    """
+    """Write a file of torch. Raises OSError: it cannot be written."""
     try:
+        # Through Python's file, because torch's own says nothing of a full disk. When closing its archive, torch still
+        # raises a RuntimeError on top of what the file raised.
         with open(path, "wb") as file:
             torch.save(content, file)
     except RuntimeError as error:
@@ -151,10 +143,7 @@ def _save(content: dict[str, Any], path: Path) -> None:
 def take_file_snapshot(
     content: RankContent, ranks: Ranks, save: Callable[[dict[str, Any]], None] | None = None
 ) -> FileSnapshot:
-    """Collective. Return what this rank has of a file; tensors share memory with the module and its optimizers.
-
-    save: writes it, where it is no local file. Raises CheckpointError on every rank: something is no plain type.
-    """
+    """Collective. Return what this rank has of a file, of plain types. save: writes it, where it is no local file."""
     # No paths to divide among ranks: rank 0 writes the file, and keeps replicated tensors in the state.
     state, tensors = extract_tensors(content.checkpoint, (), ranks.rank, ranks.num_ranks, content.pickles)
 
@@ -169,10 +158,7 @@ def take_file_snapshot(
 
 
 def read_plan(path: Path) -> bytes:
-    """Return the plan that a checkpoint's file holds; the content of a file that is no checkpoint of ours.
-
-    Raises OSError: there is no such file.
-    """
+    """Return the plan that a checkpoint's file holds; the content of a file that is no checkpoint of ours."""
     if zipfile.is_zipfile(path):
         content = read_plain(path)
         files = content.get(EXTRA, {}).get("files", {}) if isinstance(content, Mapping) else {}
@@ -182,20 +168,13 @@ def read_plan(path: Path) -> bytes:
 
 
 def split_extra(path: Path, content: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return a file's checkpoint as our folders have it, and its `EXTRA`; None for a file of another program.
-
-    Raises CheckpointError: it is of a later format, or damaged.
-    """
+    """Return a file's checkpoint as our folders have it, and its `EXTRA`; None for a file of another program."""
     extra = content.get(EXTRA)
     if extra is None:
         return content, None
     checkpoint = {key: value for key, value in content.items() if key != EXTRA}
     try:
-        if extra["format"] != FORMAT:
-            raise CheckpointError(
-                f"{path} has format {extra['format']}, and this version of lightning_distrec reads format {FORMAT}. "
-                "Install the version that wrote it, or a later one."
-            )
+        check_format(path, extra["format"])
         if extra["optimizers"]:
             checkpoint["optimizer_states"] = [
                 {key: value for key, value in named.items() if key != "names"}

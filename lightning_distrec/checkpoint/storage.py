@@ -1,8 +1,7 @@
 """The tensors of a checkpoint on disk: torch.distributed.checkpoint's own format, read without running code from it.
 
-Chunks are written in blocks of rows, whatever their kernel, sharding type or rank, so that a reader with another
-sharding, or with little memory, reads no more than it needs. torch keeps their metadata in a pickle, and its own reader
-runs whatever that holds; ours builds the metadata's classes and refuses everything else.
+Chunks are written in blocks of rows, so that a reader with another sharding, or little memory, reads what it needs.
+torch's own reader runs what a pickle of metadata holds; ours builds the metadata's classes and refuses all else.
 """
 
 import contextlib
@@ -106,10 +105,7 @@ class WritePlanner(SavePlanner):
         return self._on_host(self._blocks[write_item.index].detach())
 
     def _on_host(self, block: Tensor) -> Tensor:
-        """Return the block on the host, as a tensor whose storage is no larger than it.
-
-        torch.save writes a tensor's whole storage: a view of some rows would be written with all rows of the table.
-        """
+        """Return the block on the host, in a storage of its size: torch.save writes a view's whole storage."""
         if block.device.type == "cpu":
             return _with_own_storage(block.contiguous())
         # One pinned buffer for all blocks: torch.save has written a block before the next one is copied into it.
@@ -201,8 +197,7 @@ METADATA_KINDS = metadata_classes()
 def write_tensors(folder: Path, tensors: Mapping[str, ChunkedTensor], group: Any, final: Path) -> None:
     """Collective over `group`, or alone where it is None. Write the tensors' chunks into `folder`, and fsync them.
 
-    tensors: the same names on every rank. final: the checkpoint's path, for messages.
-    Raises CheckpointError on every rank: one of them cannot write.
+    tensors: the same names on every rank. final: the checkpoint's path, for messages. Raises CheckpointError on all.
     """
     # Without copying ahead, torch resolves one block at a time: the planner has one buffer for all of them.
     writer = _Writer(folder, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0)
@@ -226,10 +221,7 @@ class _Writer(FileSystemWriter):
 
 
 class StoredTensors:
-    """The tensors of a checkpoint's folder.
-
-    Raises CheckpointError: the metadata is not there, or holds something that no checkpoint of ours does.
-    """
+    """The tensors of a checkpoint's folder. Raises CheckpointError: its metadata are missing or something else."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -366,10 +358,7 @@ class _MetadataUnpickler(PythonUnpickler):
         raise pickle.UnpicklingError("it asks for a registered extension, which no metadata need")
 
     def load_build(self) -> None:
-        """Set the state of an object that was just built, and of nothing else.
-
-        BUILD works on whatever lies on the stack: with it a pickle could replace attributes of a class or a function.
-        """
+        """Set the state of an object that was just built: a pickle could replace attributes of a class otherwise."""
         if type(self.stack[-2]) not in METADATA_KINDS:
             raise pickle.UnpicklingError("it changes an object that it did not build")
         super().load_build()

@@ -72,13 +72,11 @@ def export_for_serving(
 ) -> Served:
     """Write `predict_step` of a trained, unsharded module and its tables as a folder that answers by itself.
 
-    module: on the host; with `state`, its tables may be on the meta device. It is not changed. batch: for predict_step;
-    the program takes batches of any size that have the same containers. state: the module's weights, tensors or handles
-    of a checkpoint's; left out, its own. first_request: a smaller batch, for request.json; left out, `batch`. bits: 8
-    or 4 for quantized rows; None keeps them as they are. on_progress: called with bytes of tables written.
-    The folder appears under its name when it is complete. Disk: the tables, and with `bits` once more in float
-    meanwhile. Raises ConfigError: torch.export cannot follow predict_step, a table cannot be served, or safetensors is
-    not installed; CheckpointError: the state lacks weights, or the folder cannot be written.
+    module: on the host; with `state`, its tables may be on the meta device. batch: for predict_step; the program takes
+    batches of any size that have the same containers. state: the module's weights, tensors or handles; None: its
+    own. first_request: a smaller batch, for request.json. bits: 8 or 4 for quantized rows; None keeps them.
+    on_progress: called with bytes of tables written. Disk: the tables, and with `bits` once more in float meanwhile.
+    Raises ConfigError: it cannot be exported; CheckpointError: the state lacks weights, or the disk has no space.
     """
     if bits not in (None, 8, 4):
         raise ConfigError(f"bits={bits}: must be 8 or 4.")

@@ -107,10 +107,7 @@ class Program(nn.Module):
 def export_program(
     module: LightningModule, tables: dict[str, Tensor], batch: Any
 ) -> tuple[ExportedProgram, dict[str, Tensor]]:
-    """Return the program, and those of the batch's tensors that it needs; each may have any first size.
-
-    Raises ConfigError: torch.export cannot follow predict_step.
-    """
+    """Return the program, for any first sizes, and the inputs that it needs. Raises ConfigError: export fails."""
     inputs = tensors_of(batch)
     program = Program(module, batch)
     # Twice: only a program shows which inputs it reads, and a server should not have to send the others.

@@ -19,10 +19,7 @@ from lightning_distrec.errors import ConfigError
 
 
 def lookups_of(module: nn.Module) -> Iterator[tuple[str, nn.Embedding | nn.EmbeddingBag]]:
-    """Yield what reads rows, by path; TorchRec's collections have one for each of their tables.
-
-    Raises ConfigError: one has a max_norm, with which a lookup changes rows.
-    """
+    """Yield what reads rows, by path. Raises ConfigError: one has a max_norm, with which a lookup changes rows."""
     for path, inner in module.named_modules():
         if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)):
             if inner.max_norm is not None:

@@ -28,8 +28,7 @@ from lightning_distrec.errors import CheckpointError
 def write_safetensors(path: Path, state: Mapping[str, Any], on_progress: Callable[[int], None]) -> None:
     """Write a state_dict, whose tensors may be handles. Names that share a tensor get a copy each.
 
-    on_progress: called with the number of bytes written.
-    Raises CheckpointError: the format cannot hold a value; OSError.
+    on_progress: called with numbers of bytes. Raises CheckpointError: the format cannot hold a value; OSError.
     """
     tensors = {name: _exportable(name, value) for name, value in state.items()}
     order = list(SAFETENSORS_TYPES)
@@ -84,12 +83,9 @@ def export(
     """Write the checkpoint `source` as one plain file; tables pass through memory in blocks of 64 MiB.
 
     source: a checkpoint's folder, a Lightning checkpoint, a state_dict of torch.save, or a safetensors file.
-    target: its suffix decides the format, see SUFFIXES. The file appears under its name when it is complete, and
-    nothing is left behind if it fails. The state of single ranks, generators and dataloaders, is left out.
-    overwrite: whether to replace an existing file. on_progress: called with the bytes written, and their total.
-    pickles: whether the checkpoint may hold any types, whose code is run; a state_dict's formats alone can be written.
-    Raises CheckpointError: the target exists, or its disk is full; the source is not complete, or has values that the
-    format cannot hold.
+    target: its suffix decides the format, see SUFFIXES. The state of single ranks, generators and loaders, is left out.
+    on_progress: called with the bytes written, and their total. pickles: whether it may hold any types, whose code is
+    run; not for .ckpt. Raises CheckpointError: the file cannot be written, and nothing is left of it.
     """
     if target.suffix not in SUFFIXES:
         raise CheckpointError(

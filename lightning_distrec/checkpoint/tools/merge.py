@@ -22,10 +22,9 @@ from lightning_distrec.errors import CheckpointError
 
 
 def merge(source: Path, target: Path) -> None:
-    """Write the full checkpoint that the difference `source` stands for into the folder `target`.
+    """Write the full checkpoint that the difference `source` stands for into the folder `target`, by blocks of 64 MiB.
 
-    Blocks of 64 MiB are in memory at a time. All bytes of both are compared with their checksums first.
-    Raises CheckpointError: `source` is no difference, or damaged; `target` exists, or cannot be written.
+    Raises CheckpointError: `source` is no difference, or does not match its checksums; `target` cannot be written.
     """
     difference = open_checkpoint(source)
     if not isinstance(difference, Difference):
@@ -37,7 +36,7 @@ def merge(source: Path, target: Path) -> None:
         raise CheckpointError(f"{source} is damaged: {changed[0]} does not match its checksum.")
     handles = collect_tensors(read_contents(source).checkpoint)
     state, tensors = _full_state(read_plain(source / STATE_FILE), handles)
-    marker = difference.folder.marker
+    marker = difference.marker
     copied = [PLAN_FILE, *(rank_file(rank) for rank in range(marker["num_ranks"]))]
     sizes = {name: [list(full.shape), str(full.dtype).removeprefix("torch.")] for name, full in tensors.items()}
     # UnfinishedFolder writes these keys for the new folder; without INCREMENTAL it belongs to no series.
@@ -58,10 +57,7 @@ def merge(source: Path, target: Path) -> None:
 
 
 def _full_state(raw: Any, handles: Mapping[str, LazyTensor]) -> tuple[Any, dict[str, ChunkedTensor]]:
-    """Return the state of a full checkpoint, and its tensors, which are read when they are written.
-
-    raw: the difference's own state. handles: the tensors of both, by place.
-    """
+    """Return a difference's state as a full one's, and its tensors, read when written. handles: of both, by place."""
     tensors: dict[str, ChunkedTensor] = {}
 
     def put(item: Any, place: str) -> Any:

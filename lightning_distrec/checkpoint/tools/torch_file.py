@@ -27,8 +27,7 @@ _HEADER_BYTES = 30 + 20
 def write_torch_file(path: Path, value: Any, on_progress: Callable[[int], None]) -> None:
     """Write nested dicts, lists and tuples, whose tensors may be handles, for torch.load(weights_only=True).
 
-    path: in a folder for temporary files. on_progress: called with the number of bytes written. Each tensor gets
-    storage of its own, even if two names share one.
+    path: in a folder for temporary files. on_progress: called with numbers of bytes. Each tensor gets a storage.
     Raises CheckpointError: a tensor is not dense, or not in a dict, list or tuple; OSError.
     """
     tensors = collect_tensors(value)
@@ -56,8 +55,7 @@ def write_torch_file(path: Path, value: Any, on_progress: Callable[[int], None])
 def _write_skeleton(path: Path, value: Any, tensors: Mapping[str, LazyTensor]) -> None:
     """Let torch.save write all but the tensors' bytes.
 
-    torch.save wants real tensors: they are mapped from a sparse file, whose pages nobody touches, so that they take
-    neither memory nor disk.
+    It wants real tensors: they are mapped from a sparse file, which takes neither memory nor disk.
     """
     hole = path.with_suffix(".hole")
 

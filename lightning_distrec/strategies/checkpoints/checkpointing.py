@@ -78,10 +78,7 @@ class Checkpointing:
         self.positions = Positions(self._ranks)
 
     def begin(self, tables: SavedTables | None) -> None:
-        """Collective, when a run is set up. Load the weights that it starts from, unless an earlier run has.
-
-        tables: the module's sharded tables; None where it has none.
-        """
+        """Collective, when a run is set up. Load the weights that it starts from, unless an earlier run has."""
         self._tables, module = tables, self._module
         # Agreed on with the other flags of a step: all ranks raise at the same step.
         self._ranks.flags.watch_failures(lambda: self._saver.has_failed)
@@ -123,10 +120,7 @@ class Checkpointing:
             )
 
     def full_state(self, state: Mapping[str, Any], everywhere: bool = False) -> dict[str, Any]:
-        """Collective. Return a state with full tables on the host of rank 0, or of every rank.
-
-        The other ranks get it without tables.
-        """
+        """Collective. Return a state with full tables on rank 0's host, and none elsewhere; or full on all ranks."""
         full: dict[str, Any] = gather_full(state, self._ranks, everywhere=everywhere)
         if everywhere or self._ranks.rank == 0:
             return full
@@ -140,8 +134,7 @@ class Checkpointing:
         """Collective. Write a checkpoint, a folder or a file, or start to.
 
         io: what writes files that are not on a local path, or all files if it is a plugin of the user's.
-        Raises CheckpointError on every rank: something is not of a plain type, or cannot be written; ConfigError: a
-        folder would be written to what is no file system.
+        Raises CheckpointError on every rank: it cannot be written; ConfigError: a folder is not for `io`.
         """
         pickles = self.options.pickles
         if not pickles:
@@ -291,11 +284,7 @@ def _save_with(io: CheckpointIO, location: str, storage_options: Any, content: d
 
 
 def announce_in_flight(trainer: Trainer, saver: Saver) -> None:
-    """Let ModelCheckpoint see the checkpoint in flight.
-
-    It appends a version to a name that exists, and asks the file system, where the name is not there yet: hence the
-    replaced method.
-    """
+    """Let ModelCheckpoint see the checkpoint in flight: it asks the file system whether a name is taken."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
             if callback.save_last == "link":
@@ -314,10 +303,7 @@ def _is_written(saver: Saver, callback: ModelCheckpoint, filepath: Any, trainer:
 
 
 def drop_hyperparameters(checkpoint: dict[str, Any], warned: set[str]) -> None:
-    """Drop hyperparameters that are not of plain types, with a warning for each that is not in `warned` yet.
-
-    An OmegaConf container becomes the dict of its values.
-    """
+    """Drop hyperparameters of no plain types, with a warning for each; OmegaConf's containers become dicts."""
     for kind, kind_of_type in HYPERPARAMETERS.items():
         if kind not in checkpoint:
             continue

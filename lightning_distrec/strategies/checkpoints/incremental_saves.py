@@ -28,7 +28,7 @@ FOLDER = "incremental_checkpoints"
 
 @dataclass(frozen=True)
 class _Base:
-    mark: Mark
+    id: str
     name: str
     step: int
     tensors: set[str]
@@ -38,9 +38,8 @@ class _Base:
 class IncrementalSaves:
     """The series of one fit.
 
-    tables: None for a module without sharded tables. job: the label of the fit, which a restarted job keeps; "" for
-    none. remove: removes a checkpoint, on rank 0, once those in flight are complete.
-    Raises ConfigError on every rank: there are no tables.
+    job: the label of the fit, which a restarted job keeps; "" for none. remove: removes a checkpoint, on rank 0, once
+    those in flight are complete. Raises ConfigError on every rank: there are no tables.
     """
 
     def __init__(
@@ -54,8 +53,8 @@ class IncrementalSaves:
     ) -> None:
         if tables is None:
             raise ConfigError(
-                "checkpoint: incremental saves the rows of sharded tables that have changed, and this module has no "
-                "sharded tables. Leave it out; ModelCheckpoint(every_n_train_steps=...) saves all of the module."
+                "checkpoint: incremental saves changed rows of sharded tables, and this module has none. Leave it out; "
+                "ModelCheckpoint(every_n_train_steps=...) saves all of the module."
             )
         self._options, self._ranks, self._tables, self._remove = options, ranks, tables, remove
         self._trainer = trainer
@@ -75,9 +74,8 @@ class IncrementalSaves:
     def release(self) -> None:
         """Stop saving, and following the tables; they are held no more."""
         self._changed.release()
-        callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
-        if self._callback in callbacks:
-            callbacks.remove(self._callback)
+        with suppress(ValueError):  # it was released before
+            self._trainer.callbacks.remove(self._callback)  # type: ignore[attr-defined]
 
     def save(self, step: int) -> None:
         """Collective. Save the next checkpoint of the series. Raises CheckpointError on every rank."""
@@ -115,10 +113,7 @@ class IncrementalSaves:
         return None
 
     def take(self, checkpoint: dict[str, Any], path: str) -> dict[str, Any]:
-        """Collective where `path` is the next of the series: turn it into what is saved, in place.
-
-        Return what its marker says of it; nothing of another checkpoint.
-        """
+        """Collective if `path` is the next of the series: turn it into what is saved; return its marker's entries."""
         # ModelCheckpoint's checkpoints come this way, too, and stay as they are.
         if self._writing is None or path != str(self._writing):
             return {}
@@ -128,19 +123,16 @@ class IncrementalSaves:
             self._changed.begin()
             mark = Mark(id=drawn, series=self._series, changed={})
             tensors = {tensor.path for tensor in find_table_tensors(checkpoint, self._tables)}
-            self._next_base = _Base(mark, self._writing.name, self._trainer.global_step, tensors)
-            return {INCREMENTAL: asdict(mark)}
-        base = self._base
-        assert base is not None
-        rows = turn_into_difference(checkpoint, self._changed, self._in_full, base.tensors, self._ranks)
-        mark = Mark(id=drawn, series=self._series, base_name=base.name, base_id=base.mark.id, changed=rows)
+            self._next_base = _Base(drawn, self._writing.name, self._trainer.global_step, tensors)
+        else:
+            base = self._base
+            assert base is not None
+            rows = turn_into_difference(checkpoint, self._changed, self._in_full, base.tensors, self._ranks)
+            mark = Mark(id=drawn, series=self._series, base_name=base.name, base_id=base.id, changed=rows)
         return {INCREMENTAL: asdict(mark)}
 
     def _remove_old(self, written: Path) -> None:
-        """Remove what is not among the newest of the series, nor needed by them. written: the newest, maybe in flight.
-
-        On rank 0.
-        """
+        """Remove, on rank 0, what is neither among the newest of the series nor needed by them. written: the newest."""
         stored = []
         for path in self._folder.glob("[!.]*.ckpt"):
             with suppress(CheckpointError, OSError):  # damaged, or not complete: it is not known to be of this series

@@ -155,10 +155,7 @@ class JobFit:
             self._write()
 
     def end(self) -> None:
-        """Note that the fit has come to its end: another start begins again, and only a restart goes on from there.
-
-        On rank 0.
-        """
+        """Note, on rank 0, that the fit has come to its end: only a restart goes on from there, no other start."""
         if not self.has_name:
             return
         remove(self.path)

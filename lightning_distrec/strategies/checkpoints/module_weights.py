@@ -20,13 +20,23 @@ if TYPE_CHECKING:  # it loads torchrec, which modules without tables do not need
 def load_weights(
     module: LightningModule, shards: ShardedTables | None, state: Mapping[str, Any], *, strict: bool, grow: bool
 ) -> None:
-    """Load a state_dict whose tensors may be handles. shards: the module's sharded tables, if it has any.
+    """Load a state_dict whose tensors may be handles. grow: accept tables with more rows than in the checkpoint.
 
-    grow: accept tables with more rows than in the checkpoint.
     Raises CheckpointError: the state does not fit the module.
     """
-    keys = {} if shards is None else _load_tables(shards, state, grow)
-    mapped = set() if shards is None else _load_mappings(module, state)
+    keys: dict[str, str] = {}
+    mapped: set[str] = set()
+    if shards is not None:
+        from lightning_distrec.sharding.mapping.state import load_mappings  # it loads torchrec
+
+        keys = shards.keys_in_tree()
+        tables = {table.full_name: table.config for table in shards.tables}
+        for key in (key for key in state if key in keys):
+            config = tables[keys[key]]
+            _load_table(shards, key, keys[key], (config.num_embeddings, config.embedding_dim), state[key], grow)
+        mapped, errors = load_mappings(module, state)
+        if errors:
+            raise CheckpointError(f"the checkpoint does not fit the module: {errors[0]}")
     # With duplicates: the state has a shared parameter under each of its names.
     sharded = {
         name: parameter
@@ -49,33 +59,13 @@ def load_weights(
     if strict and (missing or unexpected):
         raise CheckpointError(
             f"the checkpoint does not fit the module: missing {missing}, unexpected {unexpected}. Build the module "
-            "that was saved; map names that have changed with checkpoint={'rename': {old: new}}; or set "
-            "strict_loading=False on the module to keep what is missing as it is."
+            "that was saved, map names by checkpoint={'rename': {old: new}}, or set strict_loading=False on the module."
         )
     if missing or unexpected:
         rank_zero_warn(
             f"the checkpoint was loaded in part, as strict_loading=False allows: missing, and unchanged, {missing}; "
             f"in the checkpoint only {unexpected}."
         )
-
-
-def _load_tables(shards: ShardedTables, state: Mapping[str, Any], grow: bool) -> dict[str, str]:
-    """Load the tables that are in `state`; return key -> full name of all tables."""
-    keys = shards.keys_in_tree()
-    shapes = {t.full_name: (t.config.num_embeddings, t.config.embedding_dim) for t in shards.tables}
-    for key in (key for key in state if key in keys):
-        _load_table(shards, key, keys[key], shapes[keys[key]], state[key], grow)
-    return keys
-
-
-def _load_mappings(module: LightningModule, state: Mapping[str, Any]) -> set[str]:
-    """Load the mappings of ids that are in `state`; return their keys."""
-    from lightning_distrec.sharding.mapping.state import load_mappings  # it loads torchrec
-
-    keys, errors = load_mappings(module, state)
-    if errors:
-        raise CheckpointError(f"the checkpoint does not fit the module: {errors[0]}")
-    return keys
 
 
 def _load_table(shards: ShardedTables, key: str, name: str, shape: tuple[int, int], value: Any, grow: bool) -> None:

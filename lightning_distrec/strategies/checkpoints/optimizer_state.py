@@ -22,6 +22,7 @@ from lightning_distrec.strategies.checkpoints.table_states import SavedTable, Sa
 
 UNSAVED_KEYS = ("params", "param_names")
 """Keys of param groups that are the optimizer's, not the checkpoint's."""
+START = "or start a new run from its weights: checkpoint={'start_from': path}."
 OF_TABLES = "of_tables"
 """Marks the states of table_optimizer, which follow those of configure_optimizers in Lightning's list."""
 
@@ -42,10 +43,7 @@ class StateRanks(NamedTuple):
 
 
 class OptimizerStates:
-    """The states of the optimizers of one fit.
-
-    tables: its sharded tables, or None. state_ranks: which ranks hold a parameter's state; None: all ranks do.
-    """
+    """The states of one fit's optimizers. state_ranks: which ranks hold a parameter's state; None: all ranks do."""
 
     def __init__(
         self,
@@ -112,22 +110,19 @@ class OptimizerStates:
         """Load the optimizers' saved state; each rank reads its own shards.
 
         table_optimizers: those of tables alone. warn: called with what cannot be loaded, and starts empty. grow: accept
-        tables with more rows than were saved.
-        Raises CheckpointError: the optimizers or their groups are not those that were saved.
+        tables with more rows. Raises CheckpointError: the optimizers or groups are not those that were saved.
         """
         saved_of_tables = [state for state in saved if OF_TABLES in state]
         saved = [state for state in saved if OF_TABLES not in state]
         if len(saved_of_tables) != len(table_optimizers):
             raise CheckpointError(
                 f"the checkpoint has the state of {len(saved_of_tables)} optimizers by table_optimizer, and this run "
-                f"has {len(table_optimizers)}. Set table_optimizer, and optimizer in tables, as they were, or start a "
-                "new run from its weights: checkpoint={'start_from': path}."
+                f"has {len(table_optimizers)}. Set table_optimizer, and optimizer in tables, as they were, {START}"
             )
         if len(saved) != len(optimizers):
             raise CheckpointError(
                 f"the checkpoint has the state of {len(saved)} optimizers, and configure_optimizers returned "
-                f"{len(optimizers)}. Return as many, or start a new run from its weights: "
-                "checkpoint={'start_from': path}."
+                f"{len(optimizers)}. Return as many, {START}"
             )
         for number, (state, optimizer) in enumerate(zip(saved, optimizers, strict=True)):
             self._load(f"optimizer {number}", state, optimizer, warn, grow)
@@ -148,8 +143,8 @@ class OptimizerStates:
         groups = saved["param_groups"]
         if len(groups) != len(names):
             raise CheckpointError(
-                f"{label} has {len(names)} param groups, and the checkpoint's had {len(groups)}. Return the "
-                "groups that were saved, or start a new run from its weights: checkpoint={'start_from': path}."
+                f"{label} has {len(names)} param groups, and the checkpoint's had {len(groups)}. "
+                f"Return as many, {START}"
             )
         states, saved_names = _state_by_name(saved, names, label)
         states_by_index: dict[int, Any] = {}
@@ -198,7 +193,6 @@ class OptimizerStates:
         for j, group in enumerate(optimizer.param_groups):
             named: dict[str, list[nn.Parameter]] = {}
             for i, parameter in enumerate(group["params"]):
-                # A table's shards are parameters of their own for torch, and have one name.
                 named.setdefault(self._names.get(id(parameter), f"group {j} parameter {i}"), []).append(parameter)
             groups.append(named)
         return groups
@@ -207,10 +201,7 @@ class OptimizerStates:
 def _state_by_name(
     saved: Mapping[str, Any], names: list[dict[str, list[nn.Parameter]]], label: str
 ) -> tuple[dict[str, Mapping[str, Any]], set[str]]:
-    """Return the saved state by parameters' names, and the names of all that the optimizer had.
-
-    A state of torch's own has numbers for names, which count the parameters in the order of the groups.
-    """
+    """Return the saved state by parameters' names, which torch's own numbers in order, and all names that it is of."""
     if "optimizer" in saved:
         return dict(saved["state"]), {name for group in saved["param_groups"] for name in group["params"]}
     states: dict[str, Mapping[str, Any]] = {}
@@ -218,8 +209,7 @@ def _state_by_name(
         if len(group["params"]) != len(named):
             raise CheckpointError(
                 f"{label}: param group {j} has {len(named)} parameters, and the checkpoint's had "
-                f"{len(group['params'])}. Build the module and the groups that were saved, or start a new run from its "
-                "weights: checkpoint={'start_from': path}."
+                f"{len(group['params'])}. Build the module and the groups that were saved, {START}"
             )
         for index, name in zip(group["params"], named, strict=True):
             if index in saved["state"]:

@@ -57,10 +57,9 @@ def warn_of_missed_epoch(trainer: Trainer) -> None:
     for config in trainer.lr_scheduler_configs:
         if config.reduce_on_plateau and config.interval == "epoch":
             rank_zero_warn(
-                f"ReduceLROnPlateau(monitor={config.monitor!r}) misses one epoch: the checkpoint was saved at the "
-                "end of an epoch, before Lightning updated the scheduler, and Lightning resumes with the next epoch. "
-                "Resume from a checkpoint of the middle of an epoch (ModelCheckpoint(every_n_train_steps=N)) to update "
-                "it in each."
+                f"ReduceLROnPlateau(monitor={config.monitor!r}) misses one epoch: the checkpoint was saved at the end "
+                "of an epoch, before Lightning updated the scheduler. Resume from one of the middle of an epoch "
+                "(ModelCheckpoint(every_n_train_steps=N)) to update it in each."
             )
 
 
@@ -103,16 +102,8 @@ class Positions:
         """Save what each rank has of its own under this name."""
         self._rank_states[name] = holder
 
-    @property
-    def _are_kept(self) -> bool:
-        """Whether all loaders keep their position here; such ones draw no random numbers before their first batch."""
-        return all(isinstance(loader, PositionedLoader) for loader in self._loaders)
-
     def extract_rank_state(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Collective. Return what this rank alone saves: its loaders' states and its random generators.
-
-        Positions that any number of ranks can use stay in the checkpoint, under POSITIONS.
-        """
+        """Collective. Return what this rank alone saves; positions for any number of ranks stay in the checkpoint."""
         state = checkpoint["loops"]["fit_loop"]["state_dict"]
         # Taken out: the state that is written is rank 0's, and each rank's loaders are elsewhere.
         loader_states: list[Any] = state.pop("combined_loader", [])
@@ -162,8 +153,10 @@ class Positions:
     def on_train_start(self, trainer: Trainer) -> None:
         """Restore the random generators again, and set Lightning's count of batches to the loaders' positions."""
         self._count_batches(trainer)
-        # Starting the loaders has drawn random numbers since; these belong to the run only if an epoch starts.
-        if self._generators is not None and (self._are_kept or trainer.fit_loop.restarted_mid_epoch):
+        # Starting the loaders has drawn random numbers since; these belong to the run only if an epoch starts. Loaders
+        # with positions draw none before their first batch.
+        are_positioned = all(isinstance(loader, PositionedLoader) for loader in self._loaders)
+        if self._generators is not None and (are_positioned or trainer.fit_loop.restarted_mid_epoch):
             set_generator_states(self._generators)
         self._generators = None
         if self._begins_at_an_end:
@@ -171,10 +164,7 @@ class Positions:
             self._begins_at_an_end = False
 
     def _count_batches(self, trainer: Trainer) -> None:
-        """Let Lightning count the batches before the positions that were loaded.
-
-        With another batch size, or if a position could not be used, these are not those that the checkpoint counted.
-        """
+        """Let Lightning count the batches before the loaders' positions: with another batch size its own differs."""
         progress = trainer.fit_loop.epoch_loop.batch_progress
         loaders = [loader for loader in self._loaders if isinstance(loader, PositionedLoader)]
         if not loaders or progress.is_last_batch or not trainer.fit_loop.restarting:

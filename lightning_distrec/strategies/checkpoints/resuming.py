@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -18,8 +17,7 @@ from lightning_distrec.strategies.checkpoints.job_fit import JobFit, Places, new
 from lightning_distrec.units import quantity
 
 
-@dataclass(frozen=True)
-class ResumePoint:
+class ResumePoint(NamedTuple):
     """A checkpoint from which a fit goes on."""
 
     path: str
@@ -30,8 +28,7 @@ class ResumePoint:
 class Resuming:
     """Decides where one fit begins. Made before the fit, when the trainer's callbacks are as the user made them.
 
-    attempt: how often the launcher has started the job again. launcher: its name. never: whether the user wants no
-    resuming. pickles: whether checkpoints may hold any types, whose code is run.
+    attempt: how often the launcher, named `launcher`, has started the job again. never: whether not to resume.
     """
 
     def __init__(
@@ -46,10 +43,7 @@ class Resuming:
         self._resumed: ResumePoint | None = None
 
     def find(self, ckpt_path: Any, ranks: Consensus) -> str | None:
-        """Collective. Return the checkpoint from which the fit goes on; None: it begins as the user says.
-
-        ckpt_path: the user's, None for none; it is for the first start of a job.
-        """
+        """Collective. Return the checkpoint from which the fit goes on, if any. ckpt_path: for a job's first start."""
         self.job.take_name(ranks.all_gather(self.job.name)[0])
         self._resumed = newest = None if self._never else self._furthest(ranks)
         self.job.begin(ranks.all_gather(newest.label if newest else new_label())[0])
@@ -66,8 +60,7 @@ class Resuming:
     def keep_folders(self, path: Any, checkpoint: Mapping[str, Any]) -> None:
         """Let each ModelCheckpoint without a dirpath go on in the folder that it had before the restart.
 
-        Lightning has given it a new one (lightning_logs/version_1), and would drop what it knows of the checkpoints in
-        the old one: which are the best, and which to remove.
+        Lightning has given it a new one (lightning_logs/version_1), and would forget the checkpoints in the old one.
         """
         if self._resumed is None or str(path) != self._resumed.path:
             return
@@ -149,8 +142,7 @@ class Resuming:
             rank_zero_info(f"{beginning}, because of stopping={{'resume': 'never'}}.")
         elif elsewhere:
             rank_zero_warn(
-                f"{beginning}. This job has saved {elsewhere[-1]}, but checkpoints are looked for on file systems "
-                "only: set ckpt_path to it."
+                f"{beginning}. Set ckpt_path to {elsewhere[-1]}, which this job has saved, to resume from it."
             )
         else:
             rank_zero_info(

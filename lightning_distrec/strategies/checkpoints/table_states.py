@@ -75,8 +75,8 @@ class SavedTable(NamedTuple):
             else:
                 raise CheckpointError(
                     f"table '{shard.table}': {class_name(optimizer)} keeps '{key}' of shape {tuple(value.shape)} for a "
-                    f"shard of {rows} x {columns}, which belongs to no rows of it and cannot be saved. Save with "
-                    "save_weights_only=True, or give the table another optimizer."
+                    f"shard of {rows} x {columns}, which cannot be saved by the row. Save with save_weights_only=True, "
+                    "or give the table another optimizer."
                 )
         return described
 

@@ -302,5 +302,5 @@ def _whole(folder: str) -> Any:
 
 @pytest.mark.slow
 def test_a_module_without_sharded_tables_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RankFailed, match="ConfigError: checkpoint: incremental saves the rows of sharded tables"):
+    with pytest.raises(RankFailed, match="ConfigError: checkpoint: incremental saves changed rows of sharded tables"):
         run_on_warm_ranks(fit, 2, str(tmp_path), 2, SGD, {}, runs.WithoutTables)
