@@ -52,6 +52,13 @@ MANAGED = (ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingColl
 MAPS_IDS = (BaseManagedCollisionEmbeddingCollection, ManagedCollisionCollection, ManagedCollisionModule)
 """What maps ids to rows by itself while it is unsharded."""
 
+_NOT_TRAINED = {
+    "num_embeddings_post_pruning": "It counts when TorchRec quantizes for inference; a table is trained with all its "
+    "rows. Leave it out, and set it in the configuration that you quantize.",
+    "use_virtual_table": "TorchRec trains such tables in its own key-value kernels only, and unsharded as any other. "
+    "Leave it out; for ids of any range set ids='dynamic' for the table, or use a ManagedCollisionEmbeddingCollection.",
+}
+"""Settings of a table that its training cannot follow, and what to do."""
 SMALL_ROWS = 2**31
 """Ids are sent as 32-bit numbers where no table of the collection has more rows."""
 
@@ -299,6 +306,11 @@ def _check(tables: list[Table]) -> None:
                 f"table '{table.full_name}': data_type={table.config.data_type.value} cannot be trained exactly here. "
                 "Use FP32 or FP16."
             )
+        for setting, advice in _NOT_TRAINED.items():
+            if getattr(table.config, setting):
+                raise ShardingError(
+                    f"table '{table.full_name}' has {setting}={getattr(table.config, setting)}. {advice}"
+                )
 
 
 def feature_names(tables: Iterable[Table]) -> list[str]:

@@ -86,6 +86,20 @@ def test_only_tables_that_can_be_sharded_are_built_on_meta() -> None:
             assert bags(embedding_dim=10).embedding_bags["t"].weight.is_meta, "a dry run takes no memory"
 
 
+@pytest.mark.parametrize(
+    ("setting", "value", "advice"),
+    [
+        ("num_embeddings_post_pruning", 5, "all its rows. Leave it out"),
+        ("use_virtual_table", True, "Leave it out; for ids of any range set ids='dynamic'"),
+    ],
+)
+def test_settings_of_a_table_that_training_cannot_follow_are_refused(setting: str, value: object, advice: str) -> None:
+    root = nn.Module()
+    root.ebc = bags(**{setting: value})
+    with pytest.raises(ShardingError, match=f"table 'ebc.t' has {setting}={value}.*{advice}"):
+        find_tables(root)
+
+
 def test_a_data_type_that_cannot_be_trained_is_reported() -> None:
     root = nn.Module()
     root.ebc = bags(data_type=DataType.BF16)
