@@ -90,6 +90,8 @@ class BatchObjects:
         """
         if argument is None or isinstance(argument, SCALARS):
             return ConstantSource(argument)
+        if id(argument) in self._objects and not isinstance(argument, (Tensor, KeyedJaggedTensor)):
+            return f"a {type(argument).__name__} may be written to without a trace"
         if id(argument) in self._objects:
             _, path = self._objects[id(argument)]
             if any(version is None for _, version in self._versions[id(argument)]):
@@ -205,7 +207,8 @@ class FeatureOrder:
 
     def __init__(self, objects: BatchObjects, paths: Iterable[Path], names: set[str]) -> None:
         used = {
-            path[:i]: {used_path[i][1] for used_path in paths if used_path[:i] == path[:i]}
+            # An object that is looked up whole may also be what another input is made of: its own path ends there.
+            path[:i]: {used_path[i][1] for used_path in paths if len(used_path) > i and used_path[:i] == path[:i]}
             for path in paths
             for i in range(len(path))
         }

@@ -54,7 +54,27 @@ class PrefetchedLookups(Protocol):
         """Collective. Return what a call of the proxy of `path` looks up, or None: it was not prefetched."""
 
 
-class ShardedProxy(HoldsMappings):
+class _RefusesQuantizing:
+    """Refuses torch's quantization of modules, which gives every module that it looks at this attribute.
+
+    It would take a sharded collection for a module that it does not know, and leave its tables as they are.
+    """
+
+    path: str
+
+    @property
+    def qconfig(self) -> Any:
+        """What the unsharded module had."""
+        if "qconfig" not in vars(self):
+            raise AttributeError("qconfig")
+        return vars(self)["qconfig"]
+
+    @qconfig.setter
+    def qconfig(self, value: Any) -> None:
+        refuse_module("quantized", self.path)
+
+
+class ShardedProxy(_RefusesQuantizing, HoldsMappings):
     """What all kinds have in common: attributes of the original, weights of the shards, no weight to read."""
 
     path: str
@@ -126,11 +146,15 @@ class ShardedProxy(HoldsMappings):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         # No error yet: StochasticWeightAveraging copies the module at setup, whether or not it calls the copy.
-        return _WithoutRows()
+        return _WithoutRows(self.path)
 
 
-class _WithoutRows(nn.Module):
+class _WithoutRows(_RefusesQuantizing, nn.Module):
     """What a deep copy of a module has in place of a proxy: one rank cannot copy rows that other ranks hold."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
 
     def forward(self, *args: Any, **options: Any) -> Any:
         raise ShardingError(

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from lightning_distrec.errors import IdsError, ShardingError
 from lightning_distrec.late_weights import LateWeights
 from lightning_distrec.sharding.calls import check_batch
-from lightning_distrec.sharding.lookup.jagged import contiguous, with_ids, with_weights
+from lightning_distrec.sharding.lookup.jagged import contiguous, in_order, with_ids, with_weights
 from lightning_distrec.sharding.lookup.lookup_setup import LookupSetup
 from lightning_distrec.sharding.lookup.weights_exchange import with_places
 from lightning_distrec.sharding.tables import feature_names, smallest_tables
@@ -50,10 +51,16 @@ class LookupInputs:
 
         The features have the weights that count, in the order that torchrec knows, and every id in range. Of weights
         that follow their ids they have the places; see weights_exchange.py.
-        Raises ShardingError: no KeyedJaggedTensor, a feature is missing, weights are missing, or features have unequal
-        batch sizes where a table cannot take them. Raises IdsError: lengths, offsets, weights or
-        types do not fit the ids.
+        Raises ShardingError: no KeyedJaggedTensor, a feature is missing, or weights are missing. Raises IdsError:
+        lengths, offsets, weights or types do not fit the ids.
         """
+        if not isinstance(features, KeyedJaggedTensor):
+            features = maybe_td_to_kjt(features)  # as unsharded, of a TensorDict; any other object stays as it is
+        if not isinstance(features, KeyedJaggedTensor):
+            raise ShardingError(
+                f"'{self._path}' was called with a {type(features).__name__}; sharded tables take a KeyedJaggedTensor "
+                "or a TensorDict."
+            )
         weights = self._weights(features)
         smallest, largest = check_batch(self._name, features, weights, self._limits)
         # Only now: what makes a copy of the features, or permutes them, trusts their lengths.
@@ -84,12 +91,8 @@ class LookupInputs:
         weights = lengths.new_empty(0, dtype=torch.float32) if self._setup.is_weighted else None
         return KeyedJaggedTensor(keys=keys, values=lengths.new_empty(0), lengths=lengths, weights=weights, stride=1)
 
-    def _weights(self, features: Any) -> Tensor | None:
+    def _weights(self, features: KeyedJaggedTensor) -> Tensor | None:
         """Return the weights that count."""
-        if not isinstance(features, KeyedJaggedTensor):
-            raise ShardingError(
-                f"'{self._path}' was called with a {type(features).__name__}; sharded tables take a KeyedJaggedTensor."
-            )
         weights = features.weights_or_none()
         if weights is None and self._setup.is_weighted:
             raise ShardingError(
@@ -99,8 +102,6 @@ class LookupInputs:
         return weights if self._keeps_weights else None
 
     def _in_known_order(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        if features.variable_stride_per_key():
-            self._refuse_unequal_sizes(features.values().device)
         keys = features.keys()
         order = self._setup.known_keys.get(self._path)
         if keys == order:
@@ -118,20 +119,7 @@ class LookupInputs:
         if order is None:
             order = list(keys) if set(keys) == set(self._features) else self._features
             self._setup.known_keys[self._path] = order
-        return features if keys == order else features.permute([keys.index(name) for name in order])
-
-    def _refuse_unequal_sizes(self, device: torch.device) -> None:
-        replicated = [t.full_name for t in self._setup.tables if self._setup.uses[t.name].is_replicated]
-        if replicated and device.type == "cpu":
-            raise ShardingError(
-                f"'{self._path}' was called with unequal batch sizes per feature, which FBGEMM on CPU cannot "
-                f"look up in table '{replicated[0]}', because it is data_parallel. Set another sharding type."
-            )
-        if self._setup.summed_means:
-            raise ShardingError(
-                f"'{self._path}' was called with unequal batch sizes per feature, and a mean-pooled table of it is "
-                "sharded by rows. Set sharding_types=['table_wise', 'column_wise'] for its mean-pooled tables."
-            )
+        return features if keys == order else in_order(features, order)
 
     def _out_of_range(self, features: KeyedJaggedTensor, smallest: int, largest: int) -> Tensor | None:
         """Return which ids, (num_ids,), are out of range; None where none is.
