@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.profiler import record_function
+from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
+from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 
 from lightning_distrec._compat.patches import Patches
@@ -75,6 +77,19 @@ def disable_mean_pooling_divisor(sharded: Any) -> None:
     # it.
     # Can go when that function leaves out every table that is not row-wise.
     sharded._has_mean_pooling_callback = False
+
+
+def prepare_unequal_batches(sharded: Any) -> list[str]:
+    """Let a sharded EmbeddingBagCollection take batch sizes per feature; return the order of its inverse indices."""
+    # Upstream makes its permutation of inverse indices at its first call, by the order of that call, and neither that
+    # nor an exchange of rows where that call has one batch size: embeddingbag.py,
+    # _create_inverse_indices_permute_indices; sharding/tw_sharding.py, _create_output_dist_module.
+    # Can go when both are made for each call.
+    for output_dist in sharded._output_dists:
+        if isinstance(output_dist, TwPooledEmbeddingDist) and output_dist._variable_dist is None:
+            context = EmbeddingShardingContext(variable_batch_per_feature=True)
+            output_dist._create_output_dist_module(context)
+    return [name.split("@")[0] for name in sharded._uncombined_embedding_names]
 
 
 def skip_idle_record_functions() -> Patches:

@@ -59,6 +59,7 @@ _STATE_KEYS: dict[EmbOptimType, list[tuple[str, bool]]] = {
     EmbOptimType.EXACT_ROWWISE_ADAGRAD: [("sum", True)],
     EmbOptimType.ADAM: [("exp_avg", False), ("exp_avg_sq", False)],
 }
+_UNEQUAL_BATCHES = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.ADAM)
 NO_UPDATE: dict[str, Any] = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.0}
 """FBGEMM's arguments for a kernel that looks up and updates nothing; it keeps neither state nor gradient."""
 
@@ -119,6 +120,12 @@ class TableUpdate:
     def state_keys(self) -> list[tuple[str, bool]]:
         """What FBGEMM keeps for the table, in its order: torch's name for it, and whether it is one number per row."""
         return _STATE_KEYS[self.arguments["optimizer"]] if self.in_backward else []
+
+    @property
+    def takes_unequal_batches(self) -> bool:
+        """Whether FBGEMM updates by gradients of features with batch sizes of their own. Source: as of its kernel."""
+        # SplitTableBatchedEmbeddingBagsCodegen._generate_vbe_metadata asserts it.
+        return self.in_backward and self.arguments["optimizer"] in _UNEQUAL_BATCHES
 
     @property
     def adds_up(self) -> bool:

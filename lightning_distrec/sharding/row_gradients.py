@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 from lightning_distrec import gpu
 from lightning_distrec._compat.tensors import mark_coalesced
 from lightning_distrec._compat.torch import versions_of
-from lightning_distrec.errors import OptimizerError, ShardingError
+from lightning_distrec.errors import OptimizerError
 from lightning_distrec.sharding.shard_access import without_guard, without_guards
 
 HALF = (torch.float16, torch.bfloat16)
@@ -36,36 +36,21 @@ HALF = (torch.float16, torch.bfloat16)
 class FeatureEnds:
     """The entries of a kernel's offsets between its features.
 
-    offsets: (num_features * batch_size + 1,), on the kernel's device. first_bags: the first bag of each feature, and
-    the number of all bags.
+    offsets: (num_features * batch_size + 1,), on the kernel's device.
     """
 
-    def __init__(self, offsets: Tensor, first_bags: list[int]) -> None:
-        self.first_bags = first_bags
-        step = first_bags[1] if len(first_bags) > 1 else 1
-        even = step > 0 and first_bags == list(range(0, len(first_bags) * step, step))
-        # A slice, where it can be one: the numbers of others come from the host, and are waited for.
-        ends = offsets[::step] if even else offsets[torch.tensor(first_bags, device=offsets.device)]
+    def __init__(self, offsets: Tensor, num_features: int) -> None:
+        bags = (offsets.numel() - 1) // num_features
+        self.first_bags = [feature * bags for feature in range(num_features + 1)]
+        """The first bag of each feature, and the number of all bags."""
+        # A slice: numbers of the host would be waited for.
+        ends = offsets[::bags] if bags else offsets.expand(num_features + 1)
         self.on_device = ends
         self._on_host = gpu.HostCopy(ends)
 
     def read(self) -> list[int]:
         """Return them; waits for the GPU to come to the lookup, not for what comes after it."""
         return self._on_host.read()
-
-
-def first_bags(batch_sizes: list[list[int]] | None, offsets: Tensor, num_features: int) -> list[int]:
-    """Return the first bag of each feature, and the number of all bags.
-
-    batch_sizes: feature -> rank -> bags, where features have unequal batch sizes; None: they have one.
-    """
-    if batch_sizes is None:
-        bags = (offsets.numel() - 1) // num_features
-        return [feature * bags for feature in range(num_features + 1)]
-    first = [0]
-    for bags_per_rank in batch_sizes:
-        first.append(first[-1] + sum(bags_per_rank))
-    return first
 
 
 class RowSorter:
@@ -175,14 +160,7 @@ def give_gradients(kernel: Any, shards: list[LocalShard]) -> None:
     def looked_up(_: nn.Module, __: Any, arguments: dict[str, Any], output: Tensor) -> Tensor | None:
         if not torch.is_grad_enabled():
             return None
-        if arguments.get("vbe_output") is not None:
-            raise ShardingError(
-                "features of unequal batch sizes on a GPU, and a table whose gradient is kept for the optimizer: "
-                "torchrec writes their rows into one buffer. Give all features one batch size, or use SGD, Adagrad or "
-                "RowWiseAdagrad with embedding_update='fused'."
-            )
-        batch_sizes = arguments.get("batch_size_per_feature_per_rank")
-        ends = FeatureEnds(arguments["offsets"], first_bags(batch_sizes, arguments["offsets"], len(layout.tables)))
+        ends = FeatureEnds(arguments["offsets"], len(layout.tables))
         rows = arguments["indices"]
         sorted_rows = None
         if sorter is not None and gpu.is_on_gpu(rows) and any(s.sparse and s.weight.requires_grad for s in shards):
@@ -190,7 +168,7 @@ def give_gradients(kernel: Any, shards: list[LocalShard]) -> None:
                 marked.extend(s.weight.register_post_accumulate_grad_hook(partial(_mark_summed, s)) for s in shards)
             sorted_rows = sorter.sort(rows, ends)
         weights = arguments.get("per_sample_weights")
-        ids = _Ids(rows, arguments["offsets"], weights, batch_sizes, ends, sorted_rows)
+        ids = _Ids(rows, arguments["offsets"], weights, ends, sorted_rows)
         # The hook replaces the kernel's output: detached, so that FBGEMM's own backward, which would update the rows,
         # does not run; a leaf that requires a gradient, so that _Lookup's backward does, even where no shard of this
         # rank learns: other ranks' may, and the exchange of gradients needs all ranks.
@@ -230,8 +208,6 @@ class _Ids:
     """(num_features * batch_size + 1,), where bags begin and end in `rows`."""
     weights: Tensor | None
     """(num_ids,)."""
-    batch_sizes: list[list[int]] | None
-    """Feature -> rank -> bags, where features have unequal batch sizes."""
     ends: FeatureEnds
     sorted_rows: SortedRows | None
     """The rows in order, on a GPU where sparse gradients are wanted."""
@@ -336,7 +312,7 @@ def _unused(
 def _row_gradients(layout: _Layout, ids: _Ids, gradient: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield feature by feature its table, the rows it looked up (num_ids,) and their gradients (num_ids, dim)."""
     first, ends = ids.ends.first_bags, ids.ends.read()
-    bag_gradients = _bag_gradients(layout, ids, gradient) if layout.pooled else None
+    bag_gradients = gradient.split(layout.dims, dim=1) if layout.pooled else None
     for feature, table in enumerate(layout.tables):
         start, end = ends[feature], ends[feature + 1]
         if start == end:
@@ -353,18 +329,6 @@ def _row_gradients(layout: _Layout, ids: _Ids, gradient: Tensor) -> Iterator[tup
         if ids.weights is not None:
             values = values * ids.weights[start:end].unsqueeze(1)
         yield table, ids.rows[start:end], values
-
-
-def _bag_gradients(layout: _Layout, ids: _Ids, gradient: Tensor) -> list[Tensor]:
-    """Return for each feature the gradients of its bags, (batch_size, dim)."""
-    if ids.batch_sizes is None:
-        return list(gradient.split(layout.dims, dim=1))
-    # Unequal batch sizes: rank by rank, feature by feature, flat (TBE's generate_vbe_metadata).
-    features = range(len(layout.dims))
-    ranks = range(len(ids.batch_sizes[0]))
-    blocks = gradient.flatten().split([ids.batch_sizes[f][r] * layout.dims[f] for r in ranks for f in features])
-    per_feature = [[blocks[r * len(features) + f].view(-1, layout.dims[f]) for r in ranks] for f in features]
-    return [torch.cat(per_rank) for per_rank in per_feature]
 
 
 def _gradient(

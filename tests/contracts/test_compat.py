@@ -247,6 +247,7 @@ def _kernels_of_a_sharded_collection() -> dict[str, Any]:
         sharded._has_mean_pooling_callback = True
         _torchrec.disable_mean_pooling_divisor(sharded)
         actual["left to us"] = sharded._has_mean_pooling_callback is False
+        actual["inverse"] = _torchrec.prepare_unequal_batches(sharded)
 
     model.on_train_start = look  # type: ignore[method-assign]
     train_sharded(model, 2, {"sharding_types": ["row_wise"]})
@@ -255,7 +256,8 @@ def _kernels_of_a_sharded_collection() -> dict[str, Any]:
 
 def test_fbgemm_kernels_their_counters_and_the_mean_are_where_we_look() -> None:
     for result in run_on_ranks(_kernels_of_a_sharded_collection, 2):
-        assert result == {"kernels": 1, "divides": False, "kept": True, "left to us": True}
+        features = ["a", "b", "c", "b", "d"]
+        assert result == {"kernels": 1, "divides": False, "kept": True, "left to us": True, "inverse": features}
 
 
 def test_hide_upstream_deprecations_hides_those_and_no_others() -> None:

@@ -108,6 +108,8 @@ class IdsExchange(_Exchange):
                     record_stream(request.ids, request.context, request.features, current)
                     if request.distinct is not None:
                         request.distinct.record_stream(current)
+                    if request.bags is not None:
+                        request.bags.record_stream(current)
                     for route in filter(None, request.weight_routes):
                         route.sent_places.record_stream(current)
 
@@ -185,6 +187,8 @@ class ShortExchange(_Exchange):
                     for tensor in _short(request).arrived:
                         tensor.record_stream(current)
                     request.features.record_stream(current)  # pooling of means reads their lengths
+                    if request.bags is not None:
+                        request.bags.record_stream(current)
         # Not slices, which would keep the memory as long as this object lives.
         self._work, self._sent, self._received = None, torch.empty(0), torch.empty(0)
 

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from lightning_distrec.errors import IdsError
+
 
 def with_ids(features: KeyedJaggedTensor, ids: Tensor) -> KeyedJaggedTensor:
     """Return `features` with other ids, (num_ids,); lengths, weights and batch sizes stay."""
@@ -42,7 +44,25 @@ def with_weights(features: KeyedJaggedTensor, weights: Tensor | None) -> KeyedJa
     return _like(features, features.values(), weights)
 
 
-def _like(features: KeyedJaggedTensor, ids: Tensor, weights: Tensor | None) -> KeyedJaggedTensor:
+def with_inverse_indices(features: KeyedJaggedTensor, inverse: tuple[list[str], Tensor] | None) -> KeyedJaggedTensor:
+    """Return `features` with other inverse indices, (num_features, num_examples), or none."""
+    return _like(features, features.values(), features.weights_or_none(), inverse)
+
+
+def in_order(features: KeyedJaggedTensor, keys: list[str]) -> KeyedJaggedTensor:
+    """Return the features of these keys, in this order."""
+    permuted = features.permute([features.keys().index(key) for key in keys])
+    inverse = features.inverse_indices_or_none()
+    # torchrec's permute loses them.
+    return permuted if inverse is None else with_inverse_indices(permuted, inverse)
+
+
+def _like(
+    features: KeyedJaggedTensor,
+    ids: Tensor,
+    weights: Tensor | None,
+    inverse: tuple[list[str], Tensor] | None = None,
+) -> KeyedJaggedTensor:
     variable = features.variable_stride_per_key()
     return KeyedJaggedTensor(
         keys=features.keys(),
@@ -53,7 +73,7 @@ def _like(features: KeyedJaggedTensor, ids: Tensor, weights: Tensor | None) -> K
         stride_per_key_per_rank=features.stride_per_key_per_rank() if variable else None,
         # These were computed when the batch was checked; to compute them again, a GPU would be waited for.
         length_per_key=None if variable else features.length_per_key(),
-        inverse_indices=features.inverse_indices_or_none(),
+        inverse_indices=inverse or features.inverse_indices_or_none(),
     )
 
 
@@ -85,18 +105,76 @@ class Padding:
         return {n: JaggedTensor(values=r.values(), lengths=r.lengths()[: self.examples]) for n, r in rows.items()}
 
 
+class SharedBags:
+    """Bags that features have once, and that several examples share: the batch size is that of the inverse indices.
+
+    features: of one lookup. Raises IdsError: batch sizes are unequal without inverse indices, or these do not fit.
+    """
+
+    def __init__(self, path: str, features: KeyedJaggedTensor) -> None:
+        keys, sizes = features.keys(), features.stride_per_key()
+        self._features, self._sizes = features, sizes
+        names, indices = features.inverse_indices_or_none() or ([], features.lengths().new_empty(0, 0))
+        # As the unsharded collection, which takes indices of no numbers for none.
+        self.indices = dict(zip(names, indices.unbind(), strict=True)) if indices.numel() else {}
+        """Feature -> the bag of each example, (num_examples,); empty: example i has bag i."""
+        if not self.indices and len(set(sizes)) > 1:
+            raise IdsError(
+                f"'{path}' was called with unequal batch sizes per feature, {sizes} for {keys}, and no "
+                "inverse_indices. Give the KeyedJaggedTensor inverse_indices, the number of each example's bag."
+            )
+        if missing := [key for key in keys if self.indices and key not in self.indices]:
+            raise IdsError(f"'{path}' was called with inverse_indices that lack the features {missing}. Add them.")
+        if self.indices:
+            used = torch.stack([self.indices[key] for key in keys])
+            if bool((used < 0).any()) or bool((used.amax(1) >= torch.tensor(sizes, device=used.device)).any()):
+                raise IdsError(
+                    f"'{path}' was called with inverse_indices beyond the batch sizes {sizes} of {keys}. Each must be "
+                    "the number of a bag of its feature."
+                )
+
+    def ordered(self, keys: list[str]) -> KeyedJaggedTensor:
+        """Return the features with inverse indices of these features, in this order."""
+        return with_inverse_indices(self._features, (keys, torch.stack([self.indices[key] for key in keys])))
+
+    def padded(self) -> KeyedJaggedTensor:
+        """Return the features with empty bags, so that all have one batch size."""
+        features = self._features
+        size = max([*self._sizes, *map(len, self.indices.values())], default=0)
+        lengths = zip(features.lengths().split(self._sizes), self._sizes, strict=True)
+        return KeyedJaggedTensor(
+            keys=features.keys(),
+            values=features.values(),
+            weights=features.weights_or_none(),
+            lengths=torch.cat([torch.nn.functional.pad(part, (0, size - length)) for part, length in lengths]),
+            stride=size,
+            length_per_key=features.length_per_key(),
+        )
+
+    def expand(self, columns: dict[str, Tensor], feature_of: Mapping[str, str]) -> dict[str, Tensor]:
+        """Return columns of all examples, of those of the bags. feature_of: output -> its feature."""
+        if not self.indices:
+            return columns
+        return {name: rows.index_select(0, self.indices[feature_of[name]]) for name, rows in columns.items()}
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the allocator from reusing the memory before `stream` has read it."""
+        for indices in self.indices.values():
+            indices.record_stream(stream)
+
+
 class DistinctIds:
     """Ids of a lookup of rows, each sent once however often a batch repeats it; its row comes back once, too.
 
     The rows are repeated where they arrive, and gradients of one id are summed there before they leave. A rank decides
     for itself: others see fewer ids. Not run on a GPU yet, where the host waits for the number of different ids.
 
-    features: of one lookup, of one batch size. deduplicated: those whose ids are sent once; others are as they were.
+    features: of one lookup. deduplicated: those whose ids are sent once; others are as they were.
     """
 
     def __init__(self, features: KeyedJaggedTensor, deduplicated: Set[str]) -> None:
         keys = features.keys()
-        self._lengths = dict(zip(keys, features.lengths().view(len(keys), -1), strict=True))
+        self._lengths = dict(zip(keys, features.lengths().split(features.stride_per_key()), strict=True))
         self._ids = dict(zip(keys, features.values().split(features.length_per_key()), strict=True))
         self._places: dict[str, Tensor] = {}
         sent = []

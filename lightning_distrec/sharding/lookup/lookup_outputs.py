@@ -10,6 +10,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from lightning_distrec.sharding.lookup.lazy_outputs import BackwardOrder, PooledEmbeddings
 from lightning_distrec.sharding.lookup.lookup_setup import LookupSetup
+from lightning_distrec.sharding.lookup.request import LookupRequest
 from lightning_distrec.sharding.shard_access import without_guards
 from lightning_distrec.sharding.tables import output_names
 
@@ -56,10 +57,10 @@ class LookupOutputs:
         return {name: _with_values(rows[name], self._output(name, rows[name].values(), frozen)) for name in self.names}
 
     def pooled(
-        self, rows: KeyedTensor | dict[str, Tensor], features: KeyedJaggedTensor, frozen: set[str], order: BackwardOrder
+        self, rows: KeyedTensor | dict[str, Tensor], request: LookupRequest, frozen: set[str], order: BackwardOrder
     ) -> PooledEmbeddings:
         """Return `rows`, or columns by output, as the unsharded collection has them, whatever the sharding types."""
-        is_final = not self._summed_means and not frozen
+        is_final = not self._summed_means and not frozen and request.bags is None
         if isinstance(rows, KeyedTensor):
             if is_final and rows.keys() == self.names:
                 with order.number(lambda: [values]):
@@ -71,7 +72,7 @@ class LookupOutputs:
             columns = rows
             if isinstance(rows, KeyedTensor):
                 columns = dict(zip(rows.keys(), rows.values().split(rows.length_per_key(), dim=1), strict=True))
-            columns = self._columns(columns, features, frozen)
+            columns = self._columns(columns, request, frozen)
         return PooledEmbeddings(self.names, self.widths, order, columns=columns)
 
     def zeros(self, features: KeyedJaggedTensor, looked_up: KeyedTensor | dict[str, JaggedTensor]) -> Any:
@@ -87,12 +88,15 @@ class LookupOutputs:
             outputs[name] = _with_values(ids, rows.new_zeros(len(ids.values()), width) + rows[:0].sum())
         return outputs
 
-    def _columns(self, columns: dict[str, Tensor], features: KeyedJaggedTensor, frozen: set[str]) -> dict[str, Tensor]:
+    def _columns(self, columns: dict[str, Tensor], request: LookupRequest, frozen: set[str]) -> dict[str, Tensor]:
         if self._summed_means:
+            features = request.features
             bag_sizes = features.lengths().view(len(features.keys()), -1).clamp(min=1)
             for name, feature in self._summed_means.items():
                 # torchrec's own division is off: in collections of mixed types it divides other columns twice.
                 columns[name] = columns[name] / bag_sizes[features.keys().index(feature)].unsqueeze(1)
+        if request.bags is not None:
+            columns = request.bags.expand(columns, self.features)
         return {name: self._output(name, columns[name], frozen) for name in self.names}
 
     def _output(self, name: str, values: Tensor, frozen: set[str]) -> Tensor:

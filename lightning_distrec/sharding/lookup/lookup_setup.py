@@ -39,6 +39,8 @@ class TableUse:
     """Whether it is updated inside of backward."""
     deduplicated: bool = False
     """Whether repeated ids are sent once."""
+    takes_unequal_batches: bool = True
+    """Whether FBGEMM updates it by gradients of bags whose features have batch sizes of their own."""
 
     @property
     def is_replicated(self) -> bool:
@@ -110,6 +112,14 @@ class LookupSetup:
         # gloo cannot gather the gradients of unequal batches (torchrec/distributed/comm_ops.py, ReduceScatterV_Wait).
         has_rows = any(use.sharding_type in ROW_TYPES for use in self.uses.values())
         return self.pooled and has_rows and dist.get_backend() == "gloo"
+
+    @cached_property
+    def takes_unequal_batches(self) -> bool:
+        """Whether torchrec's module looks up features of unequal batch sizes exactly, on any device."""
+        # Not of rows: gloo cannot gather their gradients, and means would be divided by other bags' sizes. Not
+        # data_parallel: FBGEMM on a CPU cannot.
+        types = ("table_wise", "column_wise")
+        return all(use.takes_unequal_batches and use.sharding_type in types for use in self.uses.values())
 
     @cached_property
     def summed_means(self) -> dict[str, str]:

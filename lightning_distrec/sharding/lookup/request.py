@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from lightning_distrec import errors
 from lightning_distrec._compat.torchrec_ids import WeightRoute
 from lightning_distrec.ranks import Ranks
-from lightning_distrec.sharding.lookup.jagged import DistinctIds, Padding
+from lightning_distrec.sharding.lookup.jagged import DistinctIds, Padding, SharedBags
 
 if TYPE_CHECKING:
     from lightning_distrec.sharding.lookup.sharded_lookup import ShardedLookup
@@ -50,6 +50,8 @@ class LookupRequest:
     """Where these are sent, for each sharding type, once the ids are."""
     distinct: DistinctIds | None = None
     """What is sent of them, where repeated ids are sent once."""
+    bags: SharedBags | None = None
+    """How bags are expanded to examples here; None: each example has its own, or torchrec's module does it."""
     sizes: tuple[int, int] | None = None
     """The minimum and maximum number of examples over ranks, where they are compared."""
     short: ShortIds | None = None
@@ -62,12 +64,13 @@ class LookupRequest:
     ids: Any = None
     """torchrec's: the ids whose rows this rank has, once they have arrived."""
     num_examples: int = field(init=False)
-    """This rank's number of examples, or of ids for an nn.Embedding; 0 where features have unequal batch sizes."""
+    """This rank's number of examples, or of ids for an nn.Embedding; 0 where it is not known."""
 
     def __post_init__(self) -> None:
         features = self.features
         # nn.Embedding has one bag for a call of any shape: its ids are counted in place of examples.
-        self.num_examples = 0 if features.variable_stride_per_key() else features.stride()
+        is_variable = features.variable_stride_per_key()
+        self.num_examples = 0 if is_variable and features.inverse_indices_or_none() is None else features.stride()
         if self.lookup.setup.counts_ids:
             self.num_examples = features.values().numel()
 

@@ -13,15 +13,15 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from lightning_distrec._compat.fbgemm import KernelCall, fbgemm_kernels, preserve_fbgemm_iterations
 from lightning_distrec._compat.torch import saved_tensors_are_hooked
-from lightning_distrec._compat.torchrec import disable_mean_pooling_divisor
+from lightning_distrec._compat.torchrec import disable_mean_pooling_divisor, prepare_unequal_batches
 from lightning_distrec.errors import IdsError
 from lightning_distrec.own_operations import OWN
 from lightning_distrec.sharding.lookup.ids_exchange import IdsExchange
-from lightning_distrec.sharding.lookup.jagged import DistinctIds, Padding
+from lightning_distrec.sharding.lookup.jagged import DistinctIds, Padding, SharedBags
 from lightning_distrec.sharding.lookup.lazy_outputs import (
     BackwardOrder,
     LazyJaggedTensor,
@@ -73,10 +73,9 @@ class ShardedLookup:
     def __call__(self, make_features: Callable[[], Any]) -> LookedUp:
         """Collective. Look up the features that are made; returns what the unsharded collection would have returned.
 
-        Raises on every rank what one rank cannot look up: ShardingError where a feature is missing, a frozen table
-        passes weights no gradient, or features have unequal batch sizes where a mean-pooled table is sharded by rows;
-        IdsError where an id is out of its table's range, or lengths, weights or types do not fit; or what
-        `make_features` raises.
+        Raises on every rank what one rank cannot look up: ShardingError where a feature is missing, or a frozen table
+        passes weights no gradient; IdsError where an id is out of its table's range, or lengths, weights, inverse
+        indices or types do not fit; or what `make_features` raises.
         """
         with OWN:
             return self._exchange_and_look_up(make_features)
@@ -102,13 +101,34 @@ class ShardedLookup:
             features, late_weights, problem = self._inputs.prepare(features)
             if self.setup.mapped is not None:
                 features = self.setup.mapped.sent(features)
+            bags = distinct = None
+            is_variable = features.variable_stride_per_key()
+            if self.setup.pooled and (is_variable or features.inverse_indices_or_none() is not None):
+                features, bags = self._share_bags(features)
         except IdsError as error:
             return LookupRequest(lookup=self, features=self._inputs.empty(), problem=error)
-        form = form_of(features, late_weights is not None)
-        request = LookupRequest(lookup=self, features=features, problem=problem, form=form, late_weights=late_weights)
-        if self._deduplicated and not features.variable_stride_per_key():
-            request.distinct = DistinctIds(features, self._deduplicated)
-        return request
+        # Batch sizes per feature do not leave the rank where each id gets a row: unsharded, the rows of a feature are
+        # those of its own bags, while torchrec's sharded module spreads them by inverse_indices.
+        if self._deduplicated or (is_variable and not self.setup.pooled):
+            distinct = DistinctIds(features, self._deduplicated)
+        form = form_of(features if distinct is None else distinct.sent, late_weights is not None)
+        return LookupRequest(
+            lookup=self,
+            features=features,
+            problem=problem,
+            form=form,
+            late_weights=late_weights,
+            distinct=distinct,
+            bags=bags,
+        )
+
+    def _share_bags(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, SharedBags | None]:
+        """Return features as their bags are sent, and what expands these to examples; None: torchrec's module does."""
+        bags = SharedBags(self.path, features)
+        if bags.indices and features.variable_stride_per_key() and self.setup.takes_unequal_batches:
+            return bags.ordered(prepare_unequal_batches(self.setup.sharded)), None
+        # Other kernels and sharding types take one batch size.
+        return bags.padded(), bags
 
     def prepare_ahead(self, features: Any) -> LookupRequest:
         """Return the same for a lookup that is prefetched, which goes the short path where it can."""
@@ -125,7 +145,7 @@ class ShardedLookup:
         features, sizes = request.features, request.sizes
         if not self.setup.pooled:
             # torchrec cannot reshape the rows of no examples.
-            if not request.distinct and not features.variable_stride_per_key() and features.stride() == 0:
+            if not request.distinct and features.stride() == 0:
                 request.padding = Padding(0, 1)
         elif self.setup.needs_equal_batches and sizes is not None and sizes[0] != sizes[1]:
             request.padding = Padding(features.stride(), sizes[1])
@@ -237,6 +257,6 @@ class PendingRows:
         if OWN.note_rows is not None:
             OWN.note_rows(lookup.path, tensors)
         if lookup.setup.pooled:
-            return outputs.pooled(rows, request.features, self.frozen, self._order)
+            return outputs.pooled(rows, request, self.frozen, self._order)
         outputs.note_used(rows, self.used)
         return rows

@@ -232,6 +232,7 @@ def _look_up(
                 updates[table.full_name].adds_up,
                 updates[table.full_name].in_backward,
                 plan.tables[table.full_name].deduplicated,
+                updates[table.full_name].takes_unequal_batches,
             )
             for table in tables
         }
