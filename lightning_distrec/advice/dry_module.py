@@ -140,7 +140,7 @@ def count_ids_in_data(module: Any, data: Any, num_batches: int) -> tuple[IdCount
     module, data: as the YAML describes them; hooks run as `fit` runs them on one rank. What a module computes of a
     batch is seen where it has `sparse_inputs`. Raises ConfigError: there is no data, or it fails.
     """
-    counts, total, batch_size = IdCounts.none(), 0, None
+    counts, total, batch_size = IdCounts(), 0, None
     declare = getattr(module, "sparse_inputs", None)
     try:
         for loader in loaders_in(_loaders(module, data)):
@@ -167,7 +167,7 @@ def count_ids_in_data(module: Any, data: Any, num_batches: int) -> tuple[IdCount
 def _num_examples(parts: list[Any]) -> int | None:
     for part in parts:
         # New counts, since those of all batches add the examples up.
-        counts = IdCounts.none()
+        counts = IdCounts()
         counts.look_at(part)
         for count in (*counts.features.values(), *counts.tensors.values()):
             return count.examples

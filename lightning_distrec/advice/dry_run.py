@@ -98,7 +98,7 @@ def _assumed(dry: DryModule, job: DryJob, reservation: Reservation) -> list[str]
         assumed.append(f"{', '.join(missing)} cannot be measured without ranks: torchrec's defaults are used")
     if planning.estimate_pooling and dry.counts is None:
         assumed.append("planning.estimate_pooling: no data is read, so ids per example are not counted")
-    counts, options = dry.counts or IdCounts.none(), dry.selection.options
+    counts, options = dry.counts or IdCounts(), dry.selection.options
     tables = [table for table in dry.selection.tables if options[table.full_name].pooling_factor is None]
     unset = [table for table in tables if counts.factors(table) is None]
     if unset:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table as TextTable
 
 from lightning_distrec.advice.dry_run import DryRun
-from lightning_distrec.advice.limits import MAX_BATCH, MAX_RANKS, Edge
+from lightning_distrec.advice.limits import Edge
 from lightning_distrec.sharding.planning.report_text import rank_columns, replicas_in_words
 from lightning_distrec.sharding.planning.sharding_plan import TIME_PARTS, ShardingPlan
 from lightning_distrec.sharding.planning.traffic import TRAFFIC_KINDS
@@ -34,9 +34,10 @@ def print_dry_run(result: DryRun, console: Console) -> None:
         if replicas := replicas_in_words(result.plan):
             console.print(f"{replicas}.")
     if result.largest_batch is not None:
-        console.print(_batch_in_words(result.largest_batch))
+        name = "Largest batch per rank, by tables and their exchange alone (activations are not counted)"
+        console.print(_edge_in_words(name, result.largest_batch))
     if result.min_nodes is not None:
-        console.print(_nodes_in_words(result.min_nodes, job.ranks_on_node))
+        console.print(_edge_in_words(f"Minimum nodes of {quantity(job.ranks_on_node, 'rank')}", result.min_nodes))
     console.print(f"{result.planned_with}.")
     console.print(f"Estimated, not measured: {'; '.join(result.assumed)}.")
 
@@ -54,35 +55,10 @@ def _ranks(plan: ShardingPlan) -> TextTable:
     return text
 
 
-def _batch_in_words(edge: Edge) -> str:
-    text = "Largest batch per rank, by tables and their exchange alone (activations are not counted): "
-    if edge.possible is None:
-        text += "no fitting size found"
-    elif edge.impossible is None and not edge.stopped:
-        # Nothing was impossible: the search has reached its limit, or began beyond it.
-        text += f"no limit up to {edge.possible:,} examples" if edge.possible >= MAX_BATCH else f"{edge.possible:,}"
-    else:
-        text += f"{'at least ' if edge.impossible is None else ''}{edge.possible:,} examples"
-    if edge.impossible is not None:
-        text += f"; {edge.impossible:,} do not fit: {_short(edge.reason)}"
-    return _ended(text, edge)
-
-
-def _nodes_in_words(edge: Edge, ranks_on_node: int) -> str:
-    text = f"Minimum nodes of {quantity(ranks_on_node, 'rank')}: "
-    if edge.possible is None:
-        text += "no fitting size found" if edge.stopped else f"no fitting size up to {MAX_RANKS // ranks_on_node:,}"
-    else:
-        text += f"{'at most ' if edge.stopped else ''}{edge.possible:,}"
+def _edge_in_words(name: str, edge: Edge) -> str:
+    text = f"{name}: {'no fitting size found' if edge.possible is None else f'{edge.possible:,}'}"
     if edge.impossible is not None:
         text += f"; {edge.impossible:,} {'does' if edge.impossible == 1 else 'do'} not fit: {_short(edge.reason)}"
-    # The search began at the lower bound by memory, which fits: nothing below it was tried.
-    elif edge.possible not in (None, 1) and not edge.stopped:
-        text += "; fewer have less memory than the tables' rows and their updates need"
-    return _ended(text, edge)
-
-
-def _ended(text: str, edge: Edge) -> str:
     text = text.rstrip(".")
     return f"{text}. The search ended early: {edge.stopped}." if edge.stopped else f"{text}."
 

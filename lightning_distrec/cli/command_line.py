@@ -6,8 +6,9 @@ import sys
 from argparse import ArgumentParser as PlainParser
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import util
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
@@ -57,36 +58,17 @@ def exit_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, earlier_handler)
 
 
-def advise_parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="lightning-distrec advise",
-        description="Print which strategy suits a module, and why: estimate the memory that each strategy needs per "
-        "rank. The module is built, and runs one batch, on this machine's CPU; nothing is trained.",
-    )
-    add = parser.add_argument
-    add("--config", type=str, action="append", help="Read this YAML file, as fit does; repeat to merge several.")
-    add("--nodes", type=int | None, help="Assume this many nodes instead of the YAML's.")
-    add("--devices", type=int | None, help="Assume this many devices per node instead of the YAML's.")
-    add("--device-memory", type=str | None, help="Assume this memory per device (80GB, 24GiB), not this machine's.")
+Adder = Callable[..., object]
+"""A parser's `add_argument`."""
+
+
+def _advise(add: Adder) -> None:
     add("--meta", action="store_true", help="Build the module without memory; leave activations out.")
     add("--no-batch", action="store_true", help="Read no data; leave activations out.")
     add("--json", action="store_true", help="Print JSON with all numbers in bytes.")
-    return parser
 
 
-def plan_parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="lightning-distrec plan",
-        description="Plan the embedding tables of a module for any cluster, without running on it. Print whether they "
-        "fit, what each rank stores, computes and sends, the largest batch, and the minimum number of nodes. The "
-        "module is built without memory; data is read with --from-data only, and nothing is trained. Exit codes: 0: "
-        "the tables fit; 1: they do not; 2: the recipe or an option is wrong.",
-    )
-    add = parser.add_argument
-    add("--config", type=str, action="append", help="Read this YAML file, as fit does; repeat to merge several.")
-    add("--nodes", type=int | None, help="Plan for this many nodes instead of the YAML's.")
-    add("--devices", type=int | None, help="Plan for this many devices per node instead of the YAML's.")
-    add("--device-memory", type=str | None, help="Plan for this memory per rank (80GB, 24GiB) instead of the YAML's.")
+def _plan(add: Adder) -> None:
     add("--host-memory", type=str | None, help="Let GPUs read tables from this much host memory per node.")
     add("--accelerator", type=Literal["cuda", "cpu"] | None, help="Plan for this accelerator instead of the YAML's.")
     add("--bandwidth", type=str, action="append", help="Set a bandwidth, such as cross_node=25GB/s; repeat for others.")
@@ -98,18 +80,9 @@ def plan_parser() -> ArgumentParser:
     add("--save-plan", type=str | None, help="Write the plan to this file, for planning.plan_file.")
     add("--quick", action="store_true", help="Skip the search for the largest batch and the minimum number of nodes.")
     add("--json", action="store_true", help="Print JSON with all numbers of all ranks.")
-    return parser
 
 
-def bench_parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="lightning-distrec bench",
-        description="Measure a recipe under several strategies and numbers of devices. The cases run in turns for a "
-        "few steps each, without the recipe's callbacks, loggers and checkpoints. Exit code 1: no case could be "
-        "measured.",
-    )
-    add = parser.add_argument
-    add("--config", type=str, action="append", help="Read this YAML file, as fit does; repeat to merge several.")
+def _bench(add: Adder) -> None:
     add("--strategies", type=str, default="ddp_tuned,fsdp_tuned,torchrec_sharded", help="Measure these strategies.")
     add("--devices", type=str, default="1,2", help="Measure on these numbers of devices.")
     add("--steps", type=int, default=30, help="Measure this many steps of each run.")
@@ -117,45 +90,15 @@ def bench_parser() -> ArgumentParser:
     add("--rounds", type=int, default=3, help="Run each case this many times.")
     add("--timeout", type=float, default=600.0, help="Stop a run after this many seconds.")
     add("--out", type=str, default="bench", help="Write results.json and results.png to this folder.")
-    return parser
 
 
-def doctor_parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="lightning-distrec doctor",
-        description="Check the ranks, machines and network links that a job would get, and print what prevents it from "
-        "running. Run it alone, or start it as the job will be started: srun -N2 --ntasks-per-node=8 lightning-distrec "
-        "doctor. Exit codes: 0: no errors found; 1: errors found; 2: the ranks did not find each other.",
-    )
-    parser.add_argument("--folder", type=str, default=".", help="Check that all ranks share this folder.")
-    parser.add_argument("--timeout", type=float, default=60.0, help="Wait this many seconds for the other ranks.")
-    parser.add_argument("--json", action="store_true", help="Print JSON with all findings, on rank 0.")
-    return parser
+def _doctor(add: Adder) -> None:
+    add("--folder", type=str, default=".", help="Check that all ranks share this folder.")
+    add("--timeout", type=float, default=60.0, help="Wait this many seconds for the other ranks.")
+    add("--json", action="store_true", help="Print JSON with all findings, on rank 0.")
 
 
-def recipes_parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="lightning-distrec recipes",
-        description="List the jobs that come with the package, or copy one: model, data and YAML files to run and to "
-        "change.",
-    )
-    commands = parser.add_subcommands()
-    commands.add_subcommand("list", ArgumentParser(description="Print the name of each recipe and what it does."))
-    copy = ArgumentParser(description="Copy a recipe, and what it shares with others, to FOLDER/recipes.")
-    copy.add_argument("name", type=str, help="Copy this recipe.")
-    copy.add_argument("--into", type=str, default=".", help="Copy into this folder, from which it then runs.")
-    commands.add_subcommand("copy", copy)
-    return parser
-
-
-def slurm_parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="lightning-distrec slurm",
-        description="Write an sbatch script that runs a recipe: it checks the job with `doctor`, starts `fit` with "
-        "srun, saves a checkpoint before the time limit and resumes from it when Slurm requeues the job.",
-    )
-    add = parser.add_argument
-    add("--config", type=str, action="append", help="Run this YAML file, as fit does; repeat to merge several.")
+def _slurm(add: Adder) -> None:
     add("--nodes", type=int, required=True, help="Request this many nodes.")
     add("--ranks-per-node", type=int, required=True, help="Start this many ranks on each node, usually one per GPU.")
     add("--gpus", type=bool, default=True, help="Request one GPU for each rank.")
@@ -167,134 +110,171 @@ def slurm_parser() -> ArgumentParser:
     add("--job-name", type=str, default="", help="Name the job; empty: the folder of the first YAML file.")
     # argparse formats help texts by %.
     add("--error", type=str, default="", help="Write stderr to this file, such as %%x-%%j.err; empty: into the log.")
-    add(
-        "--setup", type=str, action="append", help='Run this line first, such as "module load cuda"; repeat for others.'
-    )
+    add("--setup", type=str, action="append", help='Run this line first: "module load cuda"; repeat for others.')
     add("--sbatch", type=str, action="append", help='Add this option, such as "qos=high"; repeat for others.')
-    add(
-        "--launcher",
-        type=Literal["srun", "torchrun"],
-        default="srun",
-        help="Start ranks with srun, or with one torchrun on each node, which starts them again after a failure.",
-    )
+    launcher = "Start ranks with srun, or with one torchrun on each node, which starts them again after a failure."
+    add("--launcher", type=Literal["srun", "torchrun"], default="srun", help=launcher)
     add("overrides", type=str, nargs="*", help="Pass these to fit. Write them after --, as last ones.")
     add("--out", type=str, default="-", help="Write the script to this new file; -: print it.")
-    return parser
 
 
-def export_parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="lightning-distrec export",
-        description="Convert a checkpoint into a single file, or into a folder that answers requests without this "
-        "package. One process does it, with little memory, however large the tables are.",
-    )
-    parser.add_argument(
-        "checkpoint", type=str, help="Convert this checkpoint: a folder, or a .ckpt, .pt or .safetensors file."
-    )
-    parser.add_argument(
+def _export(add: Adder) -> None:
+    add("checkpoint", type=str, help="Convert this checkpoint: a folder, or a .ckpt, .pt or .safetensors file.")
+    add(
         "out",
         type=str,
         help="Write this file. *.pt or *.safetensors: the state_dict of the unsharded module. *.ckpt: a Lightning "
         "checkpoint, from which any Trainer resumes. With --format torch.export or quantized: a folder.",
     )
-    parser.add_argument(
+    add(
         "--format",
         choices=["safetensors", *FOLDER_FORMATS],
         metavar="FORMAT",
-        default=None,
         help="torch.export: a folder with predict_step as a program, the tables, and a script that answers requests. "
         "quantized: the same with rows of 8 or 4 bits. Both need --config. safetensors: what *.safetensors names, too.",
     )
-    parser.add_argument(
-        "--config",
-        action="append",
-        default=None,
-        help="The YAML that `fit` was given; several are laid over each other. For the formats that are folders.",
-    )
-    parser.add_argument(
-        "--bits", type=int, choices=[8, 4], default=None, help="Bits of a number in quantized rows. Default: 8."
-    )
-    parser.add_argument(
-        "--pickles",
-        action="store_true",
-        help="Read a checkpoint that was saved with `checkpoint: {pickles: true}`. Code in it is run: set it for files "
-        "that you trust.",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="Replace OUT if it exists.")
-    return parser
+    add("--config", action="append", help="The YAML that `fit` was given, for formats that are folders; repeatable.")
+    add("--bits", type=int, choices=[8, 4], help="Bits of a number in quantized rows. Default: 8.")
+    pickles = "Read a checkpoint saved with `checkpoint: {pickles: true}`. Its code is run: set it for files you trust."
+    add("--pickles", action="store_true", help=pickles)
+    add("--overwrite", action="store_true", help="Replace OUT if it exists.")
 
 
-def checkpoint_parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="lightning-distrec checkpoint",
-        description="Inspect a checkpoint, a folder or a single file, or merge a difference with its base.",
-    )
+def _completion(add: Adder) -> None:
+    add("shell", type=Literal["bash", "zsh", "tcsh"], help="Print the script of this shell.")
+
+
+def _recipes(parser: ArgumentParser) -> None:
+    commands = parser.add_subcommands()
+    commands.add_subcommand("list", ArgumentParser(description="Print the name of each recipe and what it does."))
+    copy = ArgumentParser(description="Copy a recipe, and what it shares with others, to FOLDER/recipes.")
+    copy.add_argument("name", type=str, help="Copy this recipe.")
+    copy.add_argument("--into", type=str, default=".", help="Copy into this folder, from which it then runs.")
+    commands.add_subcommand("copy", copy)
+
+
+def _checkpoint(parser: ArgumentParser) -> None:
     commands = parser.add_subcommands(title="commands", metavar="COMMAND")
-    inspect, merge = _inspect_parser(), _merge_parser()
-    commands.add_subcommand("inspect", inspect, help="Print what a checkpoint contains.")
-    commands.add_subcommand("merge", merge, help="Write a difference and its base as one full checkpoint.")
-    inspect.prog, merge.prog = "lightning-distrec checkpoint inspect", "lightning-distrec checkpoint merge"
-    return parser
-
-
-def _inspect_parser() -> ArgumentParser:
-    parser = ArgumentParser(
+    inspect = ArgumentParser(
         description="Print what a checkpoint contains, which version wrote it, and whether it is complete. "
         "Exit codes: 0: complete; 2: incomplete, damaged or unreadable."
     )
-    parser.add_argument(
-        "path", type=str, help="Inspect this checkpoint: a folder, or a .ckpt, .pt or .safetensors file."
-    )
-    parser.add_argument("--json", action="store_true", help="Print JSON with all tensors.")
-    parser.add_argument("--all", action="store_true", help="List all tensors instead of the largest ones.")
-    parser.add_argument("--verify", action="store_true", help="Read all files and compare them with their checksums.")
-    return parser
-
-
-def _merge_parser() -> ArgumentParser:
-    parser = ArgumentParser(
+    inspect.add_argument("path", type=str, help="Inspect this folder, or this .ckpt, .pt or .safetensors file.")
+    inspect.add_argument("--json", action="store_true", help="Print JSON with all tensors.")
+    inspect.add_argument("--all", action="store_true", help="List all tensors instead of the largest ones.")
+    inspect.add_argument("--verify", action="store_true", help="Read all files and compare them with their checksums.")
+    commands.add_subcommand("inspect", inspect, help="Print what a checkpoint contains.")
+    merge = ArgumentParser(
         description="Write a checkpoint by difference and its base as one full checkpoint, with little memory. Exit "
         "codes: 0: written; 2: it cannot be."
     )
-    parser.add_argument("difference", type=str, help="Merge this difference; its base is next to it.")
-    parser.add_argument("out", type=str, help="Write this folder, which must not exist.")
-    return parser
+    merge.add_argument("difference", type=str, help="Merge this difference; its base is next to it.")
+    merge.add_argument("out", type=str, help="Write this folder, which must not exist.")
+    commands.add_subcommand("merge", merge, help="Write a difference and its base as one full checkpoint.")
+    inspect.prog, merge.prog = f"{parser.prog} inspect", f"{parser.prog} merge"
 
 
-def completion_parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="lightning-distrec completion",
-        description="Print a script that completes commands and options. For this shell alone: "
-        'eval "$(lightning-distrec completion bash)". For all: write it to a file that the shell reads.',
-    )
-    parser.add_argument("shell", type=Literal["bash", "zsh", "tcsh"], help="Print the script of this shell.")
-    return parser
-
-
-class Command(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Command:
     """A command of ours, which a file of this folder runs by a function `run_NAME`."""
 
     help: str
-    parser: Callable[[], ArgumentParser]
-    # A name and no module: importing one loads torch.
     file: str
+    """A name and no module: importing one loads torch."""
+    details: str = ""
+    """What its --help says beside `help`."""
+    options: Adder | None = None
+    """Adds its options."""
+    subcommands: Callable[[ArgumentParser], None] | None = None
+    config: str = ""
+    """The verb of --config; "" for a command without, or with its own."""
+    ranks: str = ""
+    """The verb of --nodes, --devices and --device-memory."""
+
+    def parser(self, name: str) -> ArgumentParser:
+        """Return the parser of its command line."""
+        parser = ArgumentParser(prog=f"lightning-distrec {name}", description=f"{self.help} {self.details}")
+        add = parser.add_argument
+        if self.config:
+            text = f"{self.config} this YAML file, as fit does; repeat to merge several."
+            add("--config", type=str, action="append", help=text)
+        if self.ranks:
+            add("--nodes", type=int | None, help=f"{self.ranks} this many nodes instead of the YAML's.")
+            add("--devices", type=int | None, help=f"{self.ranks} this many devices per node instead of the YAML's.")
+            add("--device-memory", type=str | None, help=f"{self.ranks} this memory per device (80GB, 24GiB).")
+        if self.options is not None:
+            self.options(add)
+        if self.subcommands is not None:
+            self.subcommands(parser)
+        return parser
 
 
 COMMANDS = {
-    "advise": Command("Print which strategy suits a module, and why.", advise_parser, "advise_command"),
-    "plan": Command("Plan embedding tables for any cluster, and print whether they fit.", plan_parser, "plan_command"),
-    "bench": Command("Measure a recipe under several strategies and numbers of devices.", bench_parser, "job_commands"),
-    "doctor": Command("Check the ranks, machines and network links of a job.", doctor_parser, "job_commands"),
-    "recipes": Command("List the jobs that come with the package, or copy one.", recipes_parser, "recipes"),
-    "slurm": Command("Write an sbatch script that runs a recipe.", slurm_parser, "job_commands"),
-    "export": Command(
-        "Convert a checkpoint into a single file, or into a folder that answers requests.",
-        export_parser,
-        "checkpoint_commands",
+    "advise": Command(
+        help="Print which strategy suits a module, and why.",
+        details="Estimate the memory that each strategy needs per rank. The module is built, and runs one batch, on "
+        "this machine's CPU; nothing is trained.",
+        options=_advise,
+        config="Read",
+        ranks="Assume",
+        file="advise_command",
     ),
-    "checkpoint": Command("Inspect a checkpoint, or merge a difference.", checkpoint_parser, "checkpoint_commands"),
+    "plan": Command(
+        help="Plan embedding tables for any cluster, and print whether they fit.",
+        details="Print what each rank stores, computes and sends, the largest batch, and the minimum number of nodes. "
+        "The module is built without memory; data is read with --from-data only, and nothing is trained. Exit codes: "
+        "0: the tables fit; 1: they do not; 2: the recipe or an option is wrong.",
+        options=_plan,
+        config="Read",
+        ranks="Plan for",
+        file="plan_command",
+    ),
+    "bench": Command(
+        help="Measure a recipe under several strategies and numbers of devices.",
+        details="The cases run in turns for a few steps each, without the recipe's callbacks, loggers and checkpoints. "
+        "Exit code 1: no case could be measured.",
+        options=_bench,
+        config="Read",
+        file="job_commands",
+    ),
+    "doctor": Command(
+        help="Check the ranks, machines and network links of a job.",
+        details="Print what prevents it from running. Run it alone, or start it as the job will be started: srun -N2 "
+        "--ntasks-per-node=8 lightning-distrec doctor. Exit codes: 0: no errors found; 1: errors found; 2: the ranks "
+        "did not find each other.",
+        options=_doctor,
+        file="job_commands",
+    ),
+    "recipes": Command(
+        help="List the jobs that come with the package, or copy one.",
+        details="A job is a model, data and YAML files to run and to change.",
+        subcommands=_recipes,
+        file="recipes",
+    ),
+    "slurm": Command(
+        help="Write an sbatch script that runs a recipe.",
+        details="It checks the job with `doctor`, starts `fit` with srun, saves a checkpoint before the time limit and "
+        "resumes from it when Slurm requeues the job.",
+        options=_slurm,
+        config="Run",
+        file="job_commands",
+    ),
+    "export": Command(
+        help="Convert a checkpoint into a single file, or into a folder that answers requests.",
+        details="The folder needs no more of this package. One process does it, with little memory, however large the "
+        "tables are.",
+        options=_export,
+        file="checkpoint_commands",
+    ),
+    "checkpoint": Command(
+        help="Inspect a checkpoint, or merge a difference.", subcommands=_checkpoint, file="checkpoint_commands"
+    ),
     "completion": Command(
-        "Print a script with which a shell completes commands and options.", completion_parser, "command_line"
+        help="Print a script with which a shell completes commands and options.",
+        details='For this shell alone: eval "$(lightning-distrec completion bash)". For all: write it to a file that '
+        "the shell reads.",
+        options=_completion,
+        file="command_line",
     ),
 }
 
@@ -325,5 +305,5 @@ def _full_parser() -> PlainParser:
             lightning_parser.add_argument(f"--trainer.{option}")
     for name, command in COMMANDS.items():
         # Each parser has its own --help.
-        commands.add_parser(name, help=command.help, parents=[command.parser()], conflict_handler="resolve")
+        commands.add_parser(name, help=command.help, parents=[command.parser(name)], conflict_handler="resolve")
     return full

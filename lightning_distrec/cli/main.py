@@ -26,7 +26,7 @@ def main(args: Sequence[str] | None = None) -> int:
         import_module("lightning_distrec.cli.lightning_cli").run_lightning(args)
         return 0
     name = _find_command(args)
-    options = COMMANDS[name].parser().parse_args(args[1:])
+    options = COMMANDS[name].parser(name).parse_args(args[1:])
     try:
         # Only this command's file is imported: torchrec takes seconds to load, and most commands do not need it.
         commands = import_module(f"lightning_distrec.cli.{COMMANDS[name].file}")

@@ -23,7 +23,8 @@ from lightning_distrec.cli.lightning_cli import (
     full_precision_name,
     is_on_gpu,
 )
-from lightning_distrec.errors import ConfigError, did_you_mean
+from lightning_distrec.errors import ConfigError
+from lightning_distrec.option_values import check_choice
 from lightning_distrec.sharding.planning.bandwidths import NAMES, Bandwidth
 from lightning_distrec.sharding.planning.plan_file import save_plan
 from lightning_distrec.sharding.planning.report_page import write_page
@@ -150,11 +151,7 @@ def _parse_bandwidths(texts: Sequence[str]) -> dict[str, Bandwidth]:
         name, equals, value = text.partition("=")
         if not equals:
             raise ConfigError(f"--bandwidth {text}: a name and a value are needed, such as cross_node=25GB/s.")
-        if name not in NAMES:
-            near = did_you_mean(name, NAMES)
-            raise ConfigError(
-                f"--bandwidth {text}: there is no bandwidth {name!r}{near} Use one of {', '.join(NAMES)}."
-            )
+        check_choice("--bandwidth", name, NAMES)
         number = parse_bandwidth(value, f"--bandwidth {text}")
         bandwidths[name] = Bandwidth(bytes_per_second=number, origin="--bandwidth")
     return bandwidths

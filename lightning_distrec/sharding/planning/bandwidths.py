@@ -110,8 +110,6 @@ class BandwidthRequest:
 
     configured: Mapping[str, Bandwidth]
     to_measure: tuple[str, ...] = ()
-    unitless: tuple[str, ...] = ()
-    """Environment variables that are numbers without a unit."""
 
     def with_measured(self, measured: Mapping[str, Bandwidth]) -> AssumedBandwidths:
         """Return the bandwidths to plan with; torchrec's defaults where none is configured or could be measured."""
@@ -128,7 +126,7 @@ def bandwidth_request(option: BandwidthOption, environment: Mapping[str, str]) -
     """
     argument = as_bandwidths(option)
     configured: dict[str, Bandwidth] = {}
-    to_measure, unitless = [], []
+    to_measure = []
     for name in NAMES:
         value, variable = getattr(argument, name), VARIABLES.get(name, "")
         if value == MEASURE:
@@ -139,10 +137,9 @@ def bandwidth_request(option: BandwidthOption, environment: Mapping[str, str]) -
         elif text := environment.get(variable, "").strip():
             number = parse_bandwidth(text, f"the environment's {variable}={text!r}")
             configured[name] = Bandwidth(bytes_per_second=number, origin=f"environment {variable}")
-            unitless += [] if text.endswith("/s") else [variable]
         elif option == MEASURE:
             to_measure.append(name)
-    return BandwidthRequest(configured, tuple(to_measure), tuple(unitless))
+    return BandwidthRequest(configured, tuple(to_measure))
 
 
 def as_bandwidths(option: BandwidthOption) -> Bandwidths:

@@ -1,7 +1,7 @@
 """Counts ids in batches for the planner: how many per example, and what share of a batch's ids is different."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -39,15 +39,10 @@ class IdCount:
 class IdCounts:
     """What was counted in some batches, by the names that things have there."""
 
-    features: dict[str, IdCount]
+    features: dict[str, IdCount] = field(default_factory=dict)
     """Key of a KeyedJaggedTensor, or the name of a JaggedTensor."""
-    tensors: dict[str, IdCount]
+    tensors: dict[str, IdCount] = field(default_factory=dict)
     """Name of a tensor of integers: a key of a dict, or a field of a dataclass or a named tuple."""
-
-    @staticmethod
-    def none() -> "IdCounts":
-        """Return counts to begin with."""
-        return IdCounts({}, {})
 
     def look_at(self, *batches: Any) -> None:
         """Count the ids in what a batch consists of, each object once: containers and dataclasses at any depth."""

@@ -1,7 +1,7 @@
 """Writes and reads plans as JSON files that people read and edit: plan.json."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,33 +35,19 @@ def save_plan(path: str | Path, plan: ShardingPlan) -> None:
 
 def plan_text(plan: ShardingPlan) -> str:
     """Return a plan as JSON, with a line for each table and each shard."""
-    fields = {
-        "version": VERSION,
-        "num_ranks": plan.num_ranks,
-        "ranks_per_node": plan.layout.ranks_per_node,
-        "device": plan.device,
-    }
-    # Not json.dumps with an indent, which puts every number on a line of its
-    # own: one line a shard can be compared and edited.
-    lines = [f" {json.dumps(name)}: {json.dumps(value)}," for name, value in fields.items()]
+    values = (VERSION, plan.num_ranks, plan.layout.ranks_per_node, plan.device)
+    # Not json.dumps with an indent, which puts every number on a line of its own: one line a shard can be compared.
+    lines = [f" {json.dumps(name)}: {json.dumps(value)}," for name, value in zip(_PLAN_FIELDS, values, strict=False)]
     tables = ",\n".join(_table_text(name, table) for name, table in plan.tables.items())
     return "\n".join(["{", *lines, ' "tables": {', tables, " }", "}", ""])
 
 
 def _table_text(name: str, table: PlannedTable) -> str:
-    fields: dict[str, Any] = {
-        "rows": table.num_rows,
-        "dim": table.dim,
-        "data_type": table.data_type,
-        "sharding_type": table.sharding_type,
-        "compute_kernel": table.compute_kernel,
-    }
+    values = (table.num_rows, table.dim, table.data_type, table.sharding_type, table.compute_kernel)
+    fields: dict[str, Any] = dict(zip(_TABLE_FIELDS, values, strict=False))
     if table.cache_load_factor is not None:
         fields[_CACHE] = table.cache_load_factor
-    shards = ",\n".join(
-        f"   {json.dumps({'rank': shard.rank, 'offsets': shard.offsets, 'sizes': shard.sizes})}"
-        for shard in table.shards
-    )
+    shards = ",\n".join(f"   {json.dumps(shard._asdict())}" for shard in table.shards)
     return f'  {json.dumps(name)}: {json.dumps(fields)[:-1]}, "shards": [\n{shards}\n  ]}}'
 
 
@@ -110,11 +96,8 @@ def _plan(content: Any) -> ShardingPlan:
     if not isinstance(content, dict) or type(content.get("version")) is not int:
         raise _Wrong("", f"it has no integer version, as every {PLAN_FILE} does.")
     if content["version"] != VERSION:
-        raise _Wrong(
-            "version",
-            f"{content['version']}, and this version of lightning_distrec reads {VERSION}. Install the version that "
-            "wrote it, or a later one.",
-        )
+        reason = f"{content['version']}, and this version of lightning_distrec reads {VERSION}."
+        raise _Wrong("version", f"{reason} Install the version that wrote it, or a later one.")
     _check_fields(content, "", _PLAN_FIELDS)
     num_ranks = _number(content["num_ranks"], "num_ranks", smallest=1)
     on_node = _number(content["ranks_per_node"], "ranks_per_node", smallest=1)
@@ -138,11 +121,12 @@ def _table(name: str, content: Any, num_ranks: int, on_node: int) -> PlannedTabl
     dim = _number(content["dim"], f"{place}.dim", smallest=1)
     sharding_type = _one_of(content["sharding_type"], f"{place}.sharding_type", SHARDING_TYPES)
     kernel = _one_of(content["compute_kernel"], f"{place}.compute_kernel", KERNELS)
+    factor = content.get(_CACHE, 1)
+    if type(factor) not in (int, float) or not 0 < factor <= 1:
+        raise _Wrong(f"{place}.{_CACHE}", f"{factor!r} is no share of the rows; it must be above 0 and at most 1.")
     if (sharding_type == "data_parallel") != (kernel == "dense"):
-        raise _Wrong(
-            f"{place}.compute_kernel",
-            f"{kernel} with {sharding_type}: data_parallel tables have the kernel dense, and only those.",
-        )
+        reason = f"{kernel} with {sharding_type}: data_parallel tables have the kernel dense, and only those."
+        raise _Wrong(f"{place}.compute_kernel", reason)
     shards = in_order(
         _shard(shard, f"{place}.shards[{number}]", rows, dim, num_ranks)
         for number, shard in enumerate(_list(content["shards"], f"{place}.shards"))
@@ -155,20 +139,11 @@ def _table(name: str, content: Any, num_ranks: int, on_node: int) -> PlannedTabl
         sharding_type=sharding_type,
         compute_kernel=kernel,
         shards=shards,
-        cache_load_factor=_cache_load_factor(content, place),
+        cache_load_factor=content.get(_CACHE),
     )
     if reason := placement_error(table, num_ranks, on_node):
         raise _Wrong(f"{place}.shards", f"{reason}.")
     return table
-
-
-def _cache_load_factor(content: Mapping[str, Any], place: str) -> float | None:
-    if _CACHE not in content:
-        return None
-    factor = content[_CACHE]
-    if type(factor) not in (int, float) or not 0 < factor <= 1:
-        raise _Wrong(f"{place}.{_CACHE}", f"{factor!r} is no share of the rows; it must be above 0 and at most 1.")
-    return float(factor)
 
 
 def _shard(content: Any, place: str, num_rows: int, dim: int, num_ranks: int) -> PlannedShard:
@@ -212,10 +187,9 @@ def _list(value: Any, place: str) -> list[Any]:
 
 
 def _one_of(value: Any, place: str, allowed: Sequence[str]) -> str:
-    if not isinstance(value, str):
-        raise _Wrong(place, f"{_short(value)} is not known. Use one of {', '.join(allowed)}.")
-    if value not in allowed:
-        raise _Wrong(place, f"{value!r} is not known{did_you_mean(value, allowed)} Use one of {', '.join(allowed)}.")
+    if not isinstance(value, str) or value not in allowed:
+        near = did_you_mean(value, allowed) if isinstance(value, str) else "."
+        raise _Wrong(place, f"{_short(value)} is not known{near} Use one of {', '.join(allowed)}.")
     return value
 
 

@@ -113,6 +113,15 @@ class PlannedTable:
         """(S,)."""
         return np.array([shard.sizes[1] for shard in self.shards], dtype=np.int64)
 
+    def shard_bytes(self, updates: bool) -> NDArray[np.float64]:
+        """Return, (S,), bytes of each shard's rows; with `updates`, of optimizer state and kept gradients too."""
+        elements = self.shard_rows * self.shard_columns
+        if not updates:
+            return elements * float(self.element_bytes)
+        per_element = self.element_bytes + self.update_bytes_per_element
+        total: NDArray[np.float64] = elements * per_element + self.shard_rows * self.update_bytes_per_row
+        return total
+
     @property
     def largest_shard_bytes(self) -> int:
         """Bytes of the rows of its largest shard."""

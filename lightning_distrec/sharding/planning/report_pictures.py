@@ -50,28 +50,22 @@ def can_draw() -> bool:
 
 def draw_plan(plan: ShardingPlan) -> dict[str, bytes]:
     """Return name of a picture -> the picture, as PNG, in the order in which they are read. Needs matplotlib."""
-    return {name: _as_png(draw(plan)) for name, draw in _pictures(plan).items()}
-
-
-def _pictures(plan: ShardingPlan) -> dict[str, Callable[[ShardingPlan], Any]]:
-    """Return those of the pictures that have something to show."""
-    pictures: dict[str, Callable[[ShardingPlan], Any]] = {"memory": _draw_memory}
-    if plan.cost.known:
-        pictures["time"] = _draw_time
-    if plan.layout.num_ranks > 1:
-        pictures["traffic"] = _draw_sent
-        if plan.layout.num_ranks <= MAX_BARS or plan.layout.num_nodes > 1:
-            pictures["traffic_matrix"] = _draw_matrix
-    pictures["tables"] = _draw_tables
-    if 1 < plan.layout.num_ranks <= MAX_MAPPED_RANKS:
-        pictures["tables_by_rank"] = draw_heat_map
+    num_ranks, num_nodes = plan.layout.num_ranks, plan.layout.num_nodes
+    draws: dict[str, tuple[Callable[[ShardingPlan], Any], bool]] = {
+        "memory": (_draw_memory, True),
+        "time": (_draw_time, plan.cost.known),
+        "traffic": (_draw_sent, num_ranks > 1),
+        "traffic_matrix": (_draw_matrix, 1 < num_ranks <= MAX_BARS or num_nodes > 1),
+        "tables": (_draw_tables, True),
+        "tables_by_rank": (draw_heat_map, 1 < num_ranks <= MAX_MAPPED_RANKS),
+    }
+    pictures = {}
+    for name, (draw, has_content) in draws.items():
+        if has_content:
+            file = io.BytesIO()
+            draw(plan).savefig(file, format="png", dpi=DOTS_PER_INCH, facecolor="white")
+            pictures[name] = file.getvalue()
     return pictures
-
-
-def _as_png(figure: Any) -> bytes:
-    file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=DOTS_PER_INCH, facecolor="white")
-    return file.getvalue()
 
 
 def _draw_memory(plan: ShardingPlan) -> Any:
@@ -99,12 +93,7 @@ def _memory(axes: Any, parts: dict[str, NDArray[Any]], memory_kind: str, memory:
     if not little and reserved.any():
         stacked.append(("reserved", reserved, RESERVED))
     scale, unit = _scale(float(sum(part for _, part, _ in stacked).max()))  # type: ignore[union-attr]
-    _stack(
-        axes,
-        [(name, part / scale, colour) for name, part, colour in stacked],
-        total=memory.tables / scale,
-        smooth=False,
-    )
+    _stack(axes, [(name, part / scale, colour) for name, part, colour in stacked], total=memory.tables / scale)
     if little:  # full bars would look like full memory
         axes.set_ylim(0, 2 * axes.get_ylim()[1])
         axes.text(0.01, 0.94, f"not to scale: {format_bytes(memory.usable.min())} are usable", transform=axes.transAxes,
@@ -197,15 +186,8 @@ def _draw_tables(plan: ShardingPlan) -> Any:
         rows, sizes = zip(*bars, strict=True)
         axes.barh(rows, sizes, 0.74, color=COLOURS[SHARDING_TYPES.index(kind)], label=kind)
     for row, table in enumerate(largest):
-        axes.annotate(
-            f"{format_bytes(table.num_bytes)}, {quantity(len(np.unique(table.ranks)), 'rank')}",
-            (table.num_bytes / scale, row),
-            xytext=(5, 0),
-            textcoords="offset points",
-            va="center",
-            size=8.5,
-            color=TEXT,
-        )
+        text = f"  {format_bytes(table.num_bytes)}, {quantity(len(np.unique(table.ranks)), 'rank')}"
+        axes.text(table.num_bytes / scale, row, text, va="center", size=8.5, color=TEXT)
     axes.set_yticks(range(len(largest)), [_short(table.name) for table in largest])
     # From high to low, which puts the largest table on top.
     axes.set_ylim(len(largest) - 0.4, -0.6)
@@ -213,13 +195,10 @@ def _draw_tables(plan: ShardingPlan) -> Any:
     axes.set_xlim(0, 1.25 * largest[0].num_bytes / scale)
     axes.set_xlabel(f"{unit} of rows", color=TEXT)
     _style(axes)
-    if len(largest) == len(plan.tables):
-        _title(axes, f"{quantity(len(largest), 'table')}: {format_bytes(total)} of rows")
-    else:
-        _title(
-            axes,
-            f"The {len(largest)} largest of {len(plan.tables):,} tables have {shown / total:.0%} of all rows' bytes",
-        )
+    title = f"{quantity(len(largest), 'table')}: {format_bytes(total)} of rows"
+    if len(largest) < len(plan.tables):
+        title = f"The {len(largest)} largest of {len(plan.tables):,} tables have {shown / total:.0%} of all rows' bytes"
+    _title(axes, title)
     _legend(axes, top_first=False)
     return figure
 
@@ -233,11 +212,8 @@ def _figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
 
 
-def _stack(axes: Any, parts: Sequence[tuple[str, NDArray[Any], str]], total: NDArray[Any], smooth: bool = True) -> None:
-    """Draw parts on top of each other: a bar for each rank, or areas over many ranks in the order of `total`.
-
-    smooth: of many ranks, averages of neighbours in that order are drawn, and a line for `total` itself.
-    """
+def _stack(axes: Any, parts: Sequence[tuple[str, NDArray[Any], str]], total: NDArray[Any]) -> None:
+    """Draw parts on top of each other: a bar for each rank, or areas over many ranks in the order of `total`."""
     num_ranks = len(total)
     bottom = np.zeros(num_ranks)
     if num_ranks <= MAX_BARS:
@@ -251,7 +227,7 @@ def _stack(axes: Any, parts: Sequence[tuple[str, NDArray[Any], str]], total: NDA
         axes.set_xlabel("rank", color=TEXT)
     else:
         # Neighbours with unlike parts would give a jagged picture, so that they are averaged.
-        order = np.array_split(np.argsort(-total, kind="stable"), MAX_BARS if smooth else num_ranks)
+        order = np.array_split(np.argsort(-total, kind="stable"), MAX_BARS)
         ends = np.concatenate([[0], np.cumsum([len(some) for some in order])])
         bottom = np.zeros(len(order))
         for name, values, colour in parts:
@@ -259,10 +235,9 @@ def _stack(axes: Any, parts: Sequence[tuple[str, NDArray[Any], str]], total: NDA
             low, high = np.append(bottom, bottom[-1]), np.append(top, top[-1])
             axes.fill_between(ends, low, high, step="post", color=colour, label=name, linewidth=0)
             bottom = top
-        if smooth:
-            # The line shows each rank's own total: averages of neighbours would hide a single slow rank.
-            falling = np.append(np.sort(total)[::-1], total.min())
-            axes.step(np.arange(num_ranks + 1), falling, where="post", color=TEXT, linewidth=1)
+        # The line shows each rank's own total: averages of neighbours would hide a single slow rank.
+        falling = np.append(np.sort(total)[::-1], total.min())
+        axes.step(np.arange(num_ranks + 1), falling, where="post", color=TEXT, linewidth=1)
         bottom = np.append(bottom, total.max())
         axes.set_xlim(0, num_ranks)
         axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -297,15 +272,8 @@ def _legend(axes: Any, top_first: bool = True) -> None:
     """Write the names next to the picture, in the order in which parts are stacked."""
     handles, labels = axes.get_legend_handles_labels()
     order = -1 if top_first else 1
-    axes.legend(
-        handles[::order],
-        labels[::order],
-        loc="upper left",
-        bbox_to_anchor=(1.0, 1.0),
-        frameon=False,
-        fontsize=9,
-        labelcolor=TEXT,
-    )
+    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
+    axes.legend(handles[::order], labels[::order], **place, frameon=False, fontsize=9, labelcolor=TEXT)
 
 
 def _scale(largest: float) -> tuple[float, str]:
@@ -329,11 +297,7 @@ def cells(plan: ShardingPlan, tables: list[PlannedTable]) -> dict[str, NDArray[n
     ranks = plan.num_ranks
     held, time, sent = (np.zeros((len(tables), ranks)) for _ in range(3))
     for row, table in enumerate(tables):
-        elements = table.shard_rows * table.shard_columns
-        shard_bytes = elements * (table.element_bytes + table.update_bytes_per_element)
-        held[row] = np.bincount(
-            table.ranks, shard_bytes + table.shard_rows * table.update_bytes_per_row, minlength=ranks
-        )
+        held[row] = np.bincount(table.ranks, table.shard_bytes(updates=True), minlength=ranks)
         if table.milliseconds is not None:
             time[row] = np.bincount(table.ranks, table.milliseconds, minlength=ranks)
         sent[row] = estimate_traffic([table], plan.layout, plan.batch_size, plan.comms).sent()

@@ -192,12 +192,7 @@ class ShardingPlan:
         for table in self.tables.values():
             # A GPU's tables are in one of two memories, and each call sums up one of them.
             if table.on_host == on_host:
-                elements = table.shard_rows * table.shard_columns
-                shard_bytes = elements * float(table.element_bytes)
-                if updates:
-                    shard_bytes += elements * table.update_bytes_per_element
-                    shard_bytes += table.shard_rows * table.update_bytes_per_row
-                totals += np.bincount(table.ranks, shard_bytes, minlength=self.num_ranks)
+                totals += np.bincount(table.ranks, table.shard_bytes(updates), minlength=self.num_ranks)
         return np.rint(totals).astype(np.int64)
 
     def memory_parts(self, on_host: bool = False) -> dict[str, NDArray[np.int64]]:

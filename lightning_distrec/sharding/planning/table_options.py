@@ -90,9 +90,8 @@ class TableOptions:
         if self.replicated and (ignored := [name for name in self.explicit_options() if name != "replicated"]):
             raise ConfigError(
                 f"replicated=True: a table that every rank holds is not planned, and {' and '.join(ignored)} "
-                f"would change nothing. Leave {'it' if len(ignored) == 1 else 'them'} out, or set replicated=False."
+                "would change nothing. Leave those out, or set replicated=False."
             )
-
         self._check_ids()
         if self.gathered_weight and self.embedding_update not in (None, "auto", "dense"):
             raise ConfigError(
@@ -115,17 +114,16 @@ class TableOptions:
             )
 
     def _check_cache(self) -> None:
-        if self.cache_load_factor is None:
-            return
-        if not 0 < self.cache_load_factor < 1:
+        share, kernels = self.cache_load_factor, self.compute_kernels
+        if share is not None and not 0 < share < 1:
             raise ConfigError(
-                f"cache_load_factor={self.cache_load_factor}: must be a share of the rows, between 0 and 1. For all "
-                'rows on the GPU set compute_kernels=["fused"], for none compute_kernels=["fused_uvm"].'
+                f"cache_load_factor={share}: must be a share of the rows, between 0 and 1. For all rows on the GPU set "
+                'compute_kernels=["fused"], for none compute_kernels=["fused_uvm"].'
             )
-        if self.compute_kernels is not None and "fused_uvm_caching" not in self.compute_kernels:
+        if share is not None and kernels is not None and "fused_uvm_caching" not in kernels:
             raise ConfigError(
-                f"cache_load_factor={self.cache_load_factor}: only a fused_uvm_caching table has a cache, and "
-                f"compute_kernels={self.compute_kernels} leaves that out. Add it, or leave cache_load_factor out."
+                f"cache_load_factor={share}: only a fused_uvm_caching table has a cache, and compute_kernels={kernels} "
+                "leaves that out. Add it, or leave cache_load_factor out."
             )
 
     def explicit_options(self) -> dict[str, Any]:

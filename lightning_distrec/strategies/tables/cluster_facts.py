@@ -4,7 +4,6 @@ import os
 from dataclasses import dataclass
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torchrec.distributed.planner import Topology
 
 from lightning_distrec.sharding.planning.bandwidths import (
@@ -100,8 +99,6 @@ def find_facts(inputs: SetUpInputs, decisions: Decisions) -> ClusterFacts:
     local_facts = consensus.all_or_none("setup", look)
     gathered = consensus.all_gather((*local_facts, device))
     request, reservation = gathered[0][0]
-    for variable in request.unitless:
-        rank_zero_info(f"{variable}={os.environ.get(variable)} has no unit: bytes per second are assumed.")
     # Replicas of a shard lie on several ranks, of which the smallest must hold it.
     memory = RankMemory(
         device_bytes=tuple(min(gathered[r][1] for r in groups.same_shards(rank)) for rank in range(groups.size)),

@@ -26,7 +26,7 @@ def with_counted_ids(inputs: SetUpInputs, decisions: Decisions) -> dict[str, Tab
     Counts in `planning.estimate_pooling` batches of each training dataloader on each rank. A pooling_factor that the
     user set stays. A message names what cannot be counted; those tables are planned without counts.
     """
-    counts, total, notes = IdCounts.none(), 0, []
+    counts, total, notes = IdCounts(), 0, []
     num_batches = inputs.settings.planning.estimate_pooling
     # Every rank takes part in the exchange below, also one that counts nothing.
     local = _count(inputs.trainer, inputs.module, num_batches, inputs.device) if num_batches else (counts, 0, [])
@@ -45,7 +45,7 @@ def _count(
     trainer: Trainer, module: LightningModule, num_batches: int, device: torch.device
 ) -> tuple[IdCounts, int, list[str]]:
     """Return what this rank has counted, in how many batches, and what it could not read."""
-    counts, total = IdCounts.none(), 0
+    counts, total = IdCounts(), 0
     notes: list[str] = []
     declare = getattr(module, "sparse_inputs", None)
     try:

@@ -78,7 +78,7 @@ def test_each_command_has_help(run: Run, command: tuple[str, ...]) -> None:
         "inspect": ("--json", "--all", "2: incomplete, damaged or unreadable."),
         "merge": ("difference", "out", "Exit codes: 0: written; 2: it cannot be."),
         "recipes": ("list", "copy", "List the jobs that come with the package"),
-        "completion": ("bash", "Print a script that completes commands and options."),
+        "completion": ("bash", "Print a script with which a shell completes"),
         "slurm": ("--ranks-per-node RANKS_PER_NODE", "--signal-seconds", "Write an sbatch script"),
         "doctor": ("--timeout", "Check the ranks, machines and network links"),
         "plan": ("--batch-size", "--save-plan", "Exit codes: 0: the tables fit; 1: they do not;"),
@@ -229,7 +229,7 @@ def test_help_starts_without_torchrec() -> None:
                 main(args)
             print(*args, loaded("torchrec", "fbgemm_gpu", "lightning.pytorch.cli"), file=sys.stderr)
         for command in ("advise", "plan", "export", "checkpoint"):
-            COMMANDS[command].parser().format_help()
+            COMMANDS[command].parser(command).format_help()
             print(command, loaded("torchrec", "fbgemm_gpu"), file=sys.stderr)
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)

@@ -282,7 +282,7 @@ def test_what_was_assumed_is_reported(run: Run) -> None:
         ("Huge", ("--device-memory", "80QB"), "--device-memory '80QB': A size above 0 is needed"),
         ("Huge", ("--host-memory", "much"), "--host-memory 'much': A size above 0 is needed"),
         ("Huge", ("--bandwidth", "25GB/s"), "--bandwidth 25GB/s: a name and a value are needed, such as cross_node=25"),
-        ("Huge", ("--bandwidth", "cross=1GB/s"), "there is no bandwidth 'cross'; did you mean 'cross_node'?"),
+        ("Huge", ("--bandwidth", "cross=1GB/s"), "--bandwidth='cross' is not known; did you mean 'cross_node'?"),
         ("Huge", ("--bandwidth", "cross_node=1Gb/s"), "--bandwidth cross_node=1Gb/s: A bandwidth above 0"),
         ("Huge", ("--device-memory", "80GB", "--reserve", "15"), "planning.reserve='15' has no unit."),
         (

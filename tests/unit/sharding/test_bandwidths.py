@@ -67,11 +67,6 @@ def test_what_could_not_be_measured_is_torchrecs() -> None:
     assert said(request.with_measured({}))["cross_node"][1] == "torchrec's default"
 
 
-def test_a_number_without_a_unit_in_the_environment_is_noted() -> None:
-    assert bandwidth_request(None, ENVIRONMENT).unitless == ("CROSS_NODE_BANDWIDTH",)
-    assert bandwidth_request(None, {"CROSS_NODE_BANDWIDTH": ""}).unitless == ()
-
-
 def test_a_variable_that_is_no_bandwidth_is_reported_by_name() -> None:
     with pytest.raises(ConfigError, match="the environment's CROSS_NODE_BANDWIDTH='25 GBs': the unit 'GBs' is not kno"):
         bandwidth_request(None, {"CROSS_NODE_BANDWIDTH": "25 GBs"})

@@ -42,7 +42,7 @@ def keyed(**lengths: list[int]) -> KeyedJaggedTensor:
 
 def counted(*batches: Any) -> IdCounts:
     """Return what is counted in these batches."""
-    counts = IdCounts.none()
+    counts = IdCounts()
     for batch in batches:
         counts.look_at(batch)
     return counts

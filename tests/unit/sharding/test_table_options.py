@@ -120,11 +120,11 @@ def test_what_a_pattern_keeps_whole_forgets_what_was_given_before_and_a_name_may
         ),
         (
             {"t": {"replicated": True, "sharding_types": ["row_wise"]}},
-            r"tables\['t'\]: replicated=True: .* not planned, and sharding_types would change nothing. Leave it out",
+            r"tables\['t'\]: replicated=True: .* not planned, and sharding_types would change nothing. Leave those out",
         ),
         (
             {"*": {"replicated": True}, "t": {"pooling_factor": 2.0, "min_partition": 8}},
-            "table 'ebc.t': replicated=True: .* min_partition and pooling_factor would.* Leave them out",
+            "table 'ebc.t': replicated=True: .* min_partition and pooling_factor would.* Leave those out",
         ),
     ],
 )
