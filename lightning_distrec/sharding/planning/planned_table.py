@@ -115,11 +115,10 @@ class PlannedTable:
 
     def shard_bytes(self, updates: bool) -> NDArray[np.float64]:
         """Return, (S,), bytes of each shard's rows; with `updates`, of optimizer state and kept gradients too."""
-        elements = self.shard_rows * self.shard_columns
-        if not updates:
-            return elements * float(self.element_bytes)
-        per_element = self.element_bytes + self.update_bytes_per_element
-        total: NDArray[np.float64] = elements * per_element + self.shard_rows * self.update_bytes_per_row
+        elements = (self.shard_rows * self.shard_columns).astype(np.float64)
+        total = elements * self.element_bytes
+        if updates:
+            total += elements * self.update_bytes_per_element + self.shard_rows * self.update_bytes_per_row
         return total
 
     @property
