@@ -7,8 +7,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table as TextTable
 
-from lightning_distrec.advice.dry_run import DryRun
-from lightning_distrec.advice.limits import Edge
+from lightning_distrec.advice.dry_run import DryRun, Edge
 from lightning_distrec.sharding.planning.report_text import rank_columns, replicas_in_words
 from lightning_distrec.sharding.planning.sharding_plan import TIME_PARTS, ShardingPlan
 from lightning_distrec.sharding.planning.traffic import TRAFFIC_KINDS

@@ -217,7 +217,7 @@ COMMANDS = {
         options=_advise,
         config="Read",
         ranks="Assume",
-        file="advise_command",
+        file="advice_commands",
     ),
     "plan": Command(
         help="Plan embedding tables for any cluster, and print whether they fit.",
@@ -227,7 +227,7 @@ COMMANDS = {
         options=_plan,
         config="Read",
         ranks="Plan for",
-        file="plan_command",
+        file="advice_commands",
     ),
     "bench": Command(
         help="Measure a recipe under several strategies and numbers of devices.",

@@ -6,8 +6,17 @@ from pathlib import Path
 
 from jsonargparse import Namespace
 
-from lightning_distrec.bench.results import NO_MATPLOTLIB, Result, as_json, can_draw, draw, print_results, run_rounds
-from lightning_distrec.bench.runs import BenchOptions, Case
+from lightning_distrec.bench.results import (
+    NO_MATPLOTLIB,
+    BenchOptions,
+    Case,
+    Result,
+    as_json,
+    can_draw,
+    draw,
+    print_results,
+    run_rounds,
+)
 from lightning_distrec.cli.command_line import EXIT_NEGATIVE, EXIT_OK, check_options, console, exit_on_sigterm
 from lightning_distrec.cluster.batch_script import BatchJob, batch_script
 from lightning_distrec.errors import ConfigError, did_you_mean

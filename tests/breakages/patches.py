@@ -401,7 +401,7 @@ BREAKAGES = (
     ),
     Breakage(
         "recomputed-from-new-buffers",
-        "lightning_distrec/strategies/activations/checkpointed_layers.py",
+        "lightning_distrec/strategies/activations/layers.py",
         r"if buffer\.nbytes > SMALL_BYTES and getattr",
         "if getattr",
         "The host waits for a GPU in the forward of each block that is computed again.",

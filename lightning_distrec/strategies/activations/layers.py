@@ -1,15 +1,26 @@
-"""Which layers are checkpointed: `activation_checkpointing` names them, or asks for those that repeat."""
+"""Activation checkpointing: layers save no activations for backward, which runs their forward again.
+
+`activation_checkpointing` names them, or asks for those that repeat; with a memory target, only as many recompute as it
+takes."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from difflib import get_close_matches
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
+from lightning_distrec._compat.torch import version_of
 from lightning_distrec._compat.torch_distributed import class_before_fully_shard
+from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.units import parse_bytes
+from lightning_distrec.units import format_bytes, parse_bytes, quantity
 
 INDIVISIBLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 """They use the weights of their submodules without calling those."""
@@ -108,3 +119,206 @@ def signature(module: nn.Module) -> tuple[Any, ...]:
 def can_be_called(module: nn.Module) -> bool:
     """Return whether a module has a forward."""
     return type(module).forward is not nn.Module.forward
+
+
+BufferKey = tuple[nn.Module, str]
+"""The module that has a buffer, and the buffer's name in it."""
+SMALL_BYTES = 2**20
+"""Buffers up to this size are kept for backward; larger ones only if they change."""
+
+
+def checkpoint_activations(blocks: Iterable[nn.Module]) -> None:
+    """Let blocks recompute their activations in backward. Source: torch.utils.checkpoint."""
+    for block in blocks:
+        if not is_checkpointed(block):  # a copy that was made in an earlier run is
+            # An attribute of the instance hides the class's forward. A wrapper module would do the same, but it would
+            # change the paths of the block's parameters, which checkpoints and optimizers go by.
+            recomputed: Any = partial(
+                checkpoint, block.forward, use_reentrant=False, context_fn=partial(_contexts, block)
+            )
+            block.forward = recomputed
+
+
+def is_checkpointed(block: nn.Module) -> bool:
+    """Return whether a block recomputes its activations."""
+    forward = vars(block).get("forward")
+    return isinstance(forward, partial) and forward.func is checkpoint
+
+
+def _buffers_of(block: nn.Module) -> dict[BufferKey, Tensor]:
+    return {(part, name): buffer for part in block.modules() for name, buffer in part.named_buffers(recurse=False)}
+
+
+def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the contexts of a block's first forward and of its recomputation."""
+    recorded: dict[BufferKey, Tensor] = {}
+    return _record_buffers(block, recorded), _restore_buffers(recorded)
+
+
+@contextmanager
+def _record_buffers(block: nn.Module, recorded: dict[BufferKey, Tensor]) -> Iterator[None]:
+    """Record the values before forward of buffers that it may write to, such as running means and spectral norms."""
+    # Versions do not show all of that: batch norm's kernel and writes by `.data` leave them. So small buffers are
+    # kept whether they are written to or not, since looking waits for a GPU; of large ones those are forgotten that
+    # have not changed, as masks and tables of positions, for which the host waits once for all of a block.
+    buffers = _buffers_of(block)
+    values = {id(buffer): buffer.clone() for buffer in buffers.values()}
+    versions = {id(buffer): version_of(buffer) for buffer in buffers.values()}
+    try:
+        yield
+    finally:
+        unclear = [
+            key
+            for key, buffer in buffers.items()
+            if buffer.nbytes > SMALL_BYTES
+            and getattr(*key) is buffer
+            and version_of(buffer) == versions[id(buffer)]
+            and buffer.shape == values[id(buffer)].shape
+        ]
+        comparisons = [(buffers[key] == values[id(buffers[key])]).all() for key in unclear]
+        are_equal = torch.stack(comparisons).tolist() if comparisons else []
+        unchanged = {key for key, is_equal in zip(unclear, are_equal, strict=True) if is_equal}
+        recorded |= {key: values[id(buffer)] for key, buffer in buffers.items() if key not in unchanged}
+
+
+@contextmanager
+def _restore_buffers(recorded: dict[BufferKey, Tensor]) -> Iterator[None]:
+    """Let the recomputation start from the recorded values and write to copies, so that each batch counts once."""
+    current = {key: getattr(*key) for key in recorded}
+    copies = {id(value): value.clone() for value in recorded.values()}  # a buffer with two names stays one
+    for (submodule, name), value in recorded.items():
+        setattr(submodule, name, copies[id(value)])
+    try:
+        yield
+    finally:
+        for (submodule, name), buffer in current.items():
+            setattr(submodule, name, buffer)
+
+
+T = TypeVar("T")
+NOTHING = nullcontext()
+Storages = dict[int, int]
+"""Address of a storage -> its bytes: several saved tensors may be views of one."""
+
+
+class CheckpointedLayers:
+    """The layers of a module that recompute their activations, from a run's `setup` to its end.
+
+    With a target, the first training step checkpoints all and measures what each would keep; from the second on, the
+    last layers keep their activations, as many as fit: those of the first ones live longest.
+
+    usable_bytes: what "auto" may use, asked after the first step. blocks: path -> block of FSDP2; None: no FSDP2.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        option: ActivationCheckpointing,
+        consensus: Consensus,
+        blocks: Mapping[str, nn.Module] | None = None,
+    ) -> None:
+        self._module = module
+        self._layers = checkpointed_layers(module, option, blocks)
+        self._consensus = consensus
+        self._target = target_bytes(option)
+        self.usable_bytes: Callable[[], int] = lambda: 0
+        self._measures = isinstance(option, str)
+        """Whether it is still to be decided which layers recompute."""
+        self._bytes: dict[str, int] = {}
+        self._outside: Storages = {}
+        self._forwards = {path: vars(layer).get("forward") for path, layer in self._layers.items()}
+        checkpoint_activations(self._layers.values())
+        for path, layer in self._layers.items() if self._measures else ():
+            layer.forward = partial(self._measured, path, layer, layer.forward)
+
+    def __deepcopy__(self, memo: Any) -> "CheckpointedLayers":
+        return self  # copies of layers refer to it
+
+    @property
+    def checkpointed(self) -> list[str]:
+        """The paths of the layers that recompute."""
+        return [path for path, layer in self._layers.items() if is_checkpointed(layer)]
+
+    def step(self) -> AbstractContextManager[None]:
+        """Around the forward of a step of any kind. Collective before the second training step with a target."""
+        if not self._measures or not torch.is_grad_enabled():
+            return NOTHING
+        if self._outside:
+            self._decide()
+            return NOTHING
+        return self._first_step()
+
+    @contextmanager
+    def _first_step(self) -> Iterator[None]:
+        storages: Storages = {0: 0}
+        with _counting(storages, _addresses(self._module)):
+            yield
+        self._outside |= storages
+
+    def _decide(self) -> None:
+        """Collective. Let as many of the last layers keep their activations as fit."""
+        self._measures = False
+        target = self.usable_bytes() if self._target is None else self._target
+        paths, saved_bytes, num_saved = list(self._layers), sum(self._outside.values()), 0
+        for path in reversed(paths):
+            if saved_bytes + self._bytes.get(path, 0) > target:
+                break
+            saved_bytes += self._bytes.get(path, 0)
+            num_saved += 1
+        # The same on all ranks, because a layer may run collectives of its own each time that it is computed.
+        recomputed = paths[: len(paths) - self._consensus.all_reduce_min(num_saved)]
+        self.undo()
+        checkpoint_activations(self._layers[path] for path in recomputed)
+        names = f" ({recomputed[0]} to {recomputed[-1]})" if recomputed else ""
+        over = "" if saved_bytes <= target else ", which all layers together do not reach"
+        rank_zero_info(
+            f"activation checkpointing: {len(recomputed)} of {quantity(len(paths), 'layer')} recompute{names}. A step "
+            f"keeps about {format_bytes(saved_bytes)} of activations; the target is {format_bytes(target)}{over}."
+        )
+
+    def _measured(self, path: str, layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a layer's forward, which recomputes; the first time, measure before what it would keep."""
+        if torch.is_grad_enabled() and path not in self._bytes:
+            inputs = [tensor for tensor in [*args, *kwargs.values()] if isinstance(tensor, Tensor)]
+            input_storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in inputs}
+            self._outside |= input_storages
+            storages: Storages = {}
+            with _undone(layer, inputs), _counting(storages, _addresses(self._module) | input_storages.keys()):
+                outputs = forward.args[0](*args, **kwargs)  # type: ignore[attr-defined]
+            del outputs
+            self._bytes[path] = sum(storages.values())
+        return forward(*args, **kwargs)
+
+    def undo(self) -> None:
+        """Let the layers compute as they did before."""
+        for path, layer in self._layers.items():
+            vars(layer).pop("forward", None)
+            if (forward := self._forwards[path]) is not None:
+                layer.forward = forward
+
+
+@contextmanager
+def _undone(layer: nn.Module, inputs: list[Tensor]) -> Iterator[None]:
+    """Leave buffers and random numbers as they were before the context."""
+    devices = {tensor.device.index for tensor in inputs if tensor.device.type == "cuda"} - {None}
+    with torch.random.fork_rng(devices=devices), _restore_buffers(_buffers_of(layer)):
+        yield
+
+
+@contextmanager
+def _counting(storages: Storages, excluded: set[int]) -> Iterator[None]:
+    """Count the bytes that autograd saves inside, but for those at the excluded addresses."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.layout == torch.strided and (key := tensor.untyped_storage().data_ptr()) not in excluded:
+            storages[key] = tensor.untyped_storage().nbytes()
+        return tensor.detach()  # an output that its own node saves would keep that node, and itself, alive
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield
+
+
+def _addresses(module: nn.Module) -> set[int]:
+    """Return where parameters and buffers are now: gathered parameters move."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return {t.untyped_storage().data_ptr() for t in tensors if type(t) in (Tensor, nn.Parameter)}

@@ -21,7 +21,7 @@ from lightning_distrec._compat.torch_distributed import (
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import UnsupportedError
 from lightning_distrec.optimizers.step_hooks import uniform_groups
-from lightning_distrec.strategies.activations.checkpointed_layers import CheckpointedLayers
+from lightning_distrec.strategies.activations.layers import CheckpointedLayers
 from lightning_distrec.strategies.data_parallel.replicated_layers import BroadcastSkipper, BufferBroadcaster
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fully_sharded.shard_blocks import modules_in_step

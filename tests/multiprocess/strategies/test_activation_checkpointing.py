@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from lightning_distrec import TorchRecShardedStrategy, TunedDDPStrategy, TunedFSDPStrategy
 from lightning_distrec.advice.strategy_advice import ChosenOptions, advise
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.strategies.activations import checkpointed_layers
+from lightning_distrec.strategies.activations import layers
 from lightning_distrec.strategies.estimates.dense_options import DenseOptions, watched_layers
 from lightning_distrec.strategies.estimates.module_sizes import Job
 from lightning_distrec.strategies.estimates.step_profile import profile_step
@@ -67,7 +67,7 @@ def _fit(strategy: Any, kind: type[Deep] = Deep, **settings: Any) -> dict[str, A
     forwards = [vars(layer).get("forward") for layer in model.layers]
     trainer = pl.Trainer(strategy=strategy, devices=num_ranks, **DEFAULTS | settings)
     messages: list[str] = []
-    with patch.object(checkpointed_layers, "rank_zero_info", messages.append):
+    with patch.object(layers, "rank_zero_info", messages.append):
         trainer.fit(model, loader(rank, num_ranks, batch_size=8))
     assert [vars(layer).get("forward") for layer in model.layers] == forwards, "layers are as before"
     weights = model.state_dict() if isinstance(strategy, TunedDDPStrategy) else trainer.strategy.full_state_dict()

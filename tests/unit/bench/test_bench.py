@@ -9,18 +9,23 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lightning_distrec.bench import runs
+from lightning_distrec.bench import results
 from lightning_distrec.bench.results import (
     NO_MATPLOTLIB,
+    BenchOptions,
+    Case,
+    MeasuredRun,
     Result,
+    arguments,
     as_json,
     doubts,
     draw,
     efficiency,
+    failure_in,
     print_results,
     run_rounds,
+    summarize,
 )
-from lightning_distrec.bench.runs import BenchOptions, Case, MeasuredRun, arguments, failure_in, summarize
 from lightning_distrec.cli import job_commands as command
 from lightning_distrec.cli import main as cli
 
@@ -131,10 +136,10 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.
     script = tmp_path / "hangs"
     script.write_text("#!/bin/sh\nsleep 1000\n")
     script.chmod(0o700)
-    monkeypatch.setattr(runs.sys, "executable", str(script))
+    monkeypatch.setattr(results.sys, "executable", str(script))
     began = time.monotonic()
     hurried = BenchOptions(configs=(), steps=1, warmup_steps=0, timeout_seconds=0.5)
-    assert runs.run(ONE, hurried).failure == "the run did not end within 0.5 s"
+    assert results.run(ONE, hurried).failure == "the run did not end within 0.5 s"
     assert time.monotonic() - began < 100
 
 

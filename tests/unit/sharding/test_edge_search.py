@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from lightning_distrec.advice.limits import FINENESS, EdgeSearch
+from lightning_distrec.advice.dry_run import FINENESS, EdgeSearch
 
 
 def _below(limit: int) -> EdgeSearch:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_distrec.strategies.activations import checkpointed_layers
-from lightning_distrec.strategies.activations.checkpointed_layers import checkpoint_activations
+from lightning_distrec.strategies.activations import layers
+from lightning_distrec.strategies.activations.layers import checkpoint_activations
 from tests.support.emulated_streams import emulated_streams
 
 
@@ -53,7 +53,7 @@ def train(block: nn.Module) -> dict[str, Tensor]:
 def test_what_a_block_writes_counts_once_however_it_is_written(
     small_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpointed_layers, "SMALL_BYTES", small_bytes)
+    monkeypatch.setattr(layers, "SMALL_BYTES", small_bytes)
     torch.manual_seed(1)
     plain = Writes()
     recomputed = copy.deepcopy(plain)

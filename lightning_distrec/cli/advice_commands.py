@@ -1,4 +1,6 @@
-"""The command `plan`: a dry run of a recipe's YAML. Its module is built on the meta device; nothing is trained."""
+"""The commands `advise` and `plan`: which strategy suits the module of a recipe's YAML, and a dry run of its tables.
+
+`advise` runs one batch; `plan` builds the module on the meta device. Nothing is trained."""
 
 import json
 import sys
@@ -11,13 +13,22 @@ import torch
 from jsonargparse import Namespace
 
 from lightning_distrec._compat import hide_upstream_deprecations
-from lightning_distrec.advice.dry_job import DryJob
-from lightning_distrec.advice.dry_module import count_ids_in_data, dry_module, locate_error, with_counts
+from lightning_distrec.advice import dry_run_report, strategy_advice
+from lightning_distrec.advice.dry_job import (
+    DryJob,
+    count_ids_in_data,
+    dry_module,
+    locate_error,
+    training_loaders,
+    with_counts,
+)
 from lightning_distrec.advice.dry_run import DryRun, dry_run
-from lightning_distrec.advice.dry_run_report import as_json, print_dry_run
+from lightning_distrec.advice.strategy_advice import Advice, ChosenOptions, advise, print_advice, read_options
+from lightning_distrec.callbacks.throughput import count_samples
 from lightning_distrec.cli.command_line import EXIT_NEGATIVE, EXIT_OK, check_options, console
 from lightning_distrec.cli.lightning_cli import (
     MetaRecipeBuilder,
+    RecipeBuilder,
     build_recipe,
     count_devices,
     full_precision_name,
@@ -30,18 +41,71 @@ from lightning_distrec.sharding.planning.plan_file import save_plan
 from lightning_distrec.sharding.planning.report_page import write_page
 from lightning_distrec.sharding.planning.topology import memory_bytes_per_rank
 from lightning_distrec.sharding.tables import tables_on_meta
+from lightning_distrec.strategies.estimates.dense_options import watched_layers
+from lightning_distrec.strategies.estimates.module_sizes import Job
+from lightning_distrec.strategies.estimates.step_profile import StepProfile, profile_step
 from lightning_distrec.strategies.tables.set_up_inputs import TableSettings, is_size
 from lightning_distrec.strategies.torchrec import TorchRecShardedStrategy
 from lightning_distrec.units import describe_error, parse_bandwidth, parse_bytes
+
+
+def run_advise(options: Namespace) -> int:
+    """Run the command and return its exit code."""
+    advice = advise_on(options)
+    if options.json:
+        print(json.dumps(strategy_advice.as_json(advice), indent=1))
+    else:
+        print_advice(advice, console())
+    return EXIT_OK
+
+
+def advise_on(options: Namespace) -> Advice:
+    """Return the advice for the job that the options describe. Raises ConfigError."""
+    check_options(options, "advise", nodes=1, devices=1)
+    memory = options.device_memory
+    if memory is not None:
+        memory = parse_bytes(memory, f"--device-memory {memory!r}")
+    hide_upstream_deprecations()
+    recipe = build_recipe(options.config, MetaRecipeBuilder if options.meta else RecipeBuilder)
+    settings, precision = recipe.settings, full_precision_name(recipe.settings.precision)
+    device = "cuda" if is_on_gpu(settings.accelerator) else "cpu"
+    num_nodes = options.nodes or int(settings.num_nodes)
+    ranks_per_node = options.devices or count_devices(settings.devices, device)
+    if memory is None and device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("advise: this machine has no GPU to read the memory from. Set --device-memory 80GB.")
+    memory_bytes = memory_bytes_per_rank(torch.device(device), ranks_per_node, memory)
+    job = Job(num_ranks=num_nodes * ranks_per_node, num_nodes=num_nodes, memory_bytes=memory_bytes, precision=precision)
+    strategy_options = read_options(settings.strategy)
+    if options.no_batch:
+        profile = StepProfile(notes=("no batch was read (--no-batch)",))
+    else:
+        profile = _profile_first_batch(recipe, precision, strategy_options)
+    return advise(recipe.model, job, settings, device, profile, options=strategy_options)
+
+
+def _profile_first_batch(recipe: RecipeBuilder, precision: str, options: ChosenOptions) -> StepProfile:
+    """Run a step with the first training batch on the CPU. Where that fails, the profile has the reason."""
+    module = recipe.model
+    try:
+        batch = next(iter(training_loaders(module, recipe.datamodule)))
+        # No Trainer calls the hook here.
+        if not recipe.on_meta:
+            module.configure_model()
+        layers = watched_layers(module, options.dense)
+    # Of any kind, as the user's code runs here: the advice is then without activations.
+    except Exception as error:
+        reason = describe_error(error)
+        return StepProfile(notes=(f"the first batch could not be read ({reason}), so activations are left out",))
+    return profile_step(module, batch, count_samples(batch), precision, takes_times=True, layers=layers)
 
 
 def run_plan(options: Namespace) -> int:
     """Run the command and return its exit code."""
     outcome = plan_ahead(options)
     if options.json:
-        print(json.dumps(as_json(outcome), indent=1))
+        print(json.dumps(dry_run_report.as_json(outcome), indent=1))
     else:
-        print_dry_run(outcome, console())
+        dry_run_report.print_dry_run(outcome, console())
     if outcome.plan is None and (options.html or options.save_plan):
         print("lightning-distrec: there is no plan, so no file was written.", file=sys.stderr)
     return EXIT_OK if outcome.fits else EXIT_NEGATIVE
