@@ -126,12 +126,6 @@ class Variant:
     def _shapes_of(self, roots: BatchRoots) -> Shapes:
         return tuple(tuple(object_at(roots, path).shape) for path in self._paths)
 
-    @property
-    def last_operations(self) -> list[str]:
-        """The names of the operations that make the arguments."""
-        ends = [source.end for source in computed_in(self.call.arguments)]
-        return [str(self.operations[end.operation].function) if isinstance(end, Result) else repr(end) for end in ends]
-
     def get(self, roots: BatchRoots) -> tuple[Any, ...]:
         """Return the arguments for a batch.
 
@@ -187,25 +181,18 @@ class Variant:
 
     def may_branch_otherwise(self, other: "Variant") -> bool:
         """Whether a value that Python has read before the call may be why the other one has other operations."""
-        pairs = [*zip(self.guards.values(), other.guards.values(), strict=False)]
-        if any(
-            isinstance(value, bool) and isinstance(other_value, bool) and value != other_value
-            for value, other_value in pairs
-        ):
-            return True
+        values, other_values = list(self.guards.values()), list(other.guards.values())
         # A number that Python has read and that no operation was given may have decided.
-        return any(isinstance(value, Number) for value in (*self.guards.values(), *other.guards.values()))
+        has_number = any(isinstance(value, Number) for value in (*values, *other_values))
+        return has_number or any(value != other_value for value, other_value in zip(values, other_values, strict=False))
 
     def numbers(self) -> list[tuple[Number, str]]:
         """Return its numbers, and for each the reason to refuse it where none of its origins fits."""
-        numbers = [
-            (part, f"a number that {step.function} is given changes from step to step, and is no size of the batch")
-            for step in self.operations.values()
-            for part in step.parts
-            if isinstance(part, Number)
-        ]
-        reason = "Python has read a number of the batch before the call, and what for is not known"
-        return numbers + [(guard, reason) for guard in self.guards.values() if isinstance(guard, Number)]
+        changes = "a number that {} is given changes from step to step, and is no size of the batch"
+        unknown = "Python has read a number of the batch before the call, and what for is not known"
+        parts = [(part, changes.format(op.function)) for op in self.operations.values() for part in op.parts]
+        parts += [(guard, unknown) for guard in self.guards.values()]
+        return [(part, reason) for part, reason in parts if isinstance(part, Number)]
 
     def form(self) -> list[Any]:
         """Return what is the same in all steps that compute alike: operations and where their inputs come from."""
@@ -223,7 +210,7 @@ class Variant:
             return "number" if isinstance(part, Number) else repr(part)
 
         operations = [(step.function, form([step.args, *step.kwargs.values()])) for step in self.operations.values()]
-        guards = [(places[index], form(guard)) for index, guard in self.guards.items()]
+        guards = [(places[i], form(guard)) for i, guard in self.guards.items()]
         return [operations, guards, form(self.call.arguments)]
 
 
@@ -241,8 +228,7 @@ class ComputedCall:
     """
 
     def __init__(self, path: str, place: int, batch_call: LookupCall | None = None) -> None:
-        self.path = path
-        self.place = place
+        self.path, self.place = path, place
         self.refused = ""
         """Why it is not prefetched on this rank."""
         self.is_reported = False
@@ -255,9 +241,6 @@ class ComputedCall:
         # Ranks compare it. What they compute differs where they have branched otherwise, or where batches are wider.
         arguments = () if self._batch_call is None else self._batch_call.arguments
         return f"{self.path} {self.place} {[paths_of(source) for source in arguments]}"
-
-    def __str__(self) -> str:
-        return ", ".join(sorted({name for variant in self._variants for name in variant.last_operations}))
 
     @property
     def arguments(self) -> tuple[Source, ...]:

@@ -12,29 +12,6 @@ from lightning_distrec.prefetch.step_calls import PrefetchedCall, StepCalls
 from lightning_distrec.ranks import Ranks
 
 
-class PreparedLookup(Protocol):
-    """A lookup whose features are prepared: sharding/lookup/request.py has it."""
-
-    problem: Exception | None
-    """What is wrong with its ids on this rank, for all ranks to raise."""
-    form: int
-    """What must be alike on all ranks for its ids to be sent: their types."""
-    num_examples: int
-    """This rank's number of examples."""
-    sizes: tuple[int, int] | None
-    """The minimum and maximum number of examples over ranks, once they are known."""
-    late_weights: Any
-    """Weights that follow the ids, or what stands for them until the call; None: there are none."""
-    learns: bool
-    """Whether these need a gradient; known once it was looked up."""
-    received: tuple[int, ...] | None
-    """How many ids come from each rank, once that is known."""
-
-    @property
-    def counts(self) -> list[int] | None:
-        """How many ids each rank gets; None where that need not be known before they are sent."""
-
-
 class Prefetchable(Protocol):
     """A module whose calls can be prefetched: strategies/tables/prefetching.py has it."""
 
@@ -44,7 +21,7 @@ class Prefetchable(Protocol):
     """Whether ranks know how many ids they get before these are sent; alike on all ranks."""
 
     def prepare(self, arguments: tuple[Any, ...]) -> Any:
-        """Return the PreparedLookup of a call with these arguments; nothing leaves the rank."""
+        """Return the LookupRequest (sharding/lookup/request.py) of a call; nothing leaves the rank."""
 
     def note_call(self, request: Any) -> None:
         """The user's code makes this call now."""
@@ -62,19 +39,6 @@ class Prefetchable(Protocol):
         """Return what rows depend on besides the ids; once it has changed, rows looked up before are stale."""
 
 
-class Exchange(Protocol):
-    """An exchange of the ids of several lookups in flight: sharding/lookup/ids_exchange.py has it."""
-
-    def send_ids(self) -> object:
-        """Collective. Wait for the sizes, and send the ids."""
-
-    def wait(self) -> None:
-        """Wait for the ids."""
-
-    def drop(self) -> None:
-        """Wait for what has been sent, and send no more."""
-
-
 class PrefetchedLookup:
     """One call that the step will make."""
 
@@ -83,7 +47,7 @@ class PrefetchedLookup:
         self.table = table
         self._arguments = call.get(roots)
         self._versions = versions(*self._arguments)
-        self.request: PreparedLookup = table.prepare(self._arguments)
+        self.request = table.prepare(self._arguments)
         self._looked_up: Any = None
         self._state: Any = None
         self.waits_for_weights = self.request.late_weights is not None
@@ -151,7 +115,8 @@ class InFlightBatch:
         """Why nothing could be prepared on this rank."""
         self.unready: list[ComputedCall] = []
         """Calls whose input cannot be computed ahead of this batch's step on this rank."""
-        self.exchange: Exchange | None = None
+        self.exchange: Any = None
+        """Of its ids, in flight (sharding/lookup/ids_exchange.py)."""
         self._step: StepCalls | None = None
         self._lookups: list[PrefetchedLookup | None] = []
         """For each call of the step its lookup on this rank, None where it is unready."""
@@ -281,7 +246,7 @@ class InFlightBatch:
         ]
         raise IdsError([problem for rank_problems in ranks.all_gather(problems) for problem in rank_problems][0])
 
-    def start_exchange(self, start: Callable[[list[Any]], Exchange]) -> None:
+    def start_exchange(self, start: Callable[[list[Any]], Any]) -> None:
         """Collective. Send the sizes of its ids, where that has not been done."""
         # Where ids are out of range nothing is sent: all ranks raise when that batch's step begins.
         if self.exchange is None and self.prefetched and self.agreed_status().ids_in_range:
@@ -324,8 +289,8 @@ class InFlightBatch:
 def _describe_difference(call: PrefetchedCall) -> str:
     if isinstance(call, ComputedCall):
         return (
-            f"'{call.path}' is called with another input than {call} computed from the batch ahead of the step; its "
-            "ids have already been sent. Something that it depends on has changed since the first steps. Make what you "
+            f"'{call.path}' is called with another input than its operations computed ahead of the step; its ids "
+            "have already been sent. Something that it depends on has changed since the first steps. Make what you "
             "look up in a method sparse_inputs(batch) of the module, or set prefetch={'computed_ids': False} to look "
             "up what the step computes as it is called."
         )

@@ -20,7 +20,7 @@ from lightning_distrec.errors import ConfigError
 from lightning_distrec.own_operations import OWN
 from lightning_distrec.prefetch.control_message import DIFFERING_CALL, NO_FAILURE, BatchStatus, ControlMessage
 from lightning_distrec.prefetch.differing_calls import DifferingCalls, WeightedCall, number_weights
-from lightning_distrec.prefetch.in_flight_batch import Exchange, InFlightBatch, Prefetchable
+from lightning_distrec.prefetch.in_flight_batch import InFlightBatch, Prefetchable
 from lightning_distrec.prefetch.learner import Learner
 from lightning_distrec.prefetch.step_calls import LookupCounts
 from lightning_distrec.ranks import Ranks
@@ -61,8 +61,8 @@ class Step:
 class IdsExchange:
     """How ids are exchanged ahead of their step."""
 
-    start: Callable[[list[Any]], Exchange]
-    """Starts the exchange of the ids of prepared lookups."""
+    start: Callable[[list[Any]], Any]
+    """Starts the exchange of the ids of prepared lookups (sharding/lookup/ids_exchange.py)."""
     has_own_group: bool
     """Whether ids may be sent at a moment that is not the same on all ranks."""
     preparing: Callable[[], AbstractContextManager[Any]] = nullcontext

@@ -33,18 +33,12 @@ COPIED_BYTES = 64 * 2**20
 
 
 class HeldTensor:
-    """A tensor that is not the batch's and was there before the step: a buffer, or an attribute of a module.
-
-    read: returns it as it is now.
-    """
+    """A buffer, or another tensor that a module had before the step. read: returns it as it is now."""
 
     def __init__(self, name: str, read: Callable[[], Any]) -> None:
-        self.name = name
-        self.read = read
+        self.name, self.read = name, read
         self.tensor: Tensor | None = None
         """As it was when a lookup of the recorded step first depended on it."""
-        self._stamp: Any = None
-        self._copy: Tensor | None = None
 
     def __repr__(self) -> str:
         return self.name
@@ -54,19 +48,17 @@ class HeldTensor:
         if self.tensor is None:
             self.tensor = tensor = self.read()
             self._stamp = _stamp(tensor)
-            is_small = tensor.numel() * tensor.element_size() <= COPIED_BYTES
-            self._copy = tensor.detach().clone() if is_small else None
+            self._copy = tensor.detach().clone() if tensor.nbytes <= COPIED_BYTES else None
 
     def changed(self) -> bool:
         """Whether it has another value now."""
         tensor = self.read()
         stamp = _stamp(tensor)
-        if stamp == self._stamp:
-            return False
-        # A broadcast of buffers writes to them and changes nothing.
-        if self._copy is None or not isinstance(tensor, Tensor) or not are_equal(tensor, self._copy):
-            return True
-        self._stamp = stamp
+        if stamp != self._stamp:
+            # A broadcast of buffers writes to them and changes nothing.
+            if self._copy is None or not isinstance(tensor, Tensor) or not are_equal(tensor, self._copy):
+                return True
+            self._stamp = stamp
         return False
 
 
@@ -110,13 +102,12 @@ been."""
 
 @dataclass
 class Operation:
-    """One operation that torch has dispatched."""
+    """One operation that torch has dispatched. storages: of its tensors, in the step that was recorded."""
 
     function: Any
     args: Any
     kwargs: dict[str, Any]
     storages: frozenset[int]
-    """Of its tensors, in the step that was recorded."""
 
     @property
     def parts(self) -> list[Any]:
@@ -126,13 +117,15 @@ class Operation:
 
 @dataclass(eq=False)
 class TracedSource:
-    """A tensor that operations of the step make of its batch. end: None for the guards alone."""
+    """A tensor that operations of the step make of its batch.
+
+    end: None for the guards alone. operations: by their place in the recording. recording: the key of their repeated
+    results in `BatchRoots.memo`.
+    """
 
     end: Input | None
     operations: dict[int, Operation]
-    """By their place in the recording."""
     recording: object
-    """Of which `BatchRoots.memo` has the repeated results."""
 
     @property
     def parts(self) -> list[Any]:
@@ -156,12 +149,10 @@ class Recorder:
     """
 
     def __init__(self, module: nn.Module, objects: BatchObjects, roots: BatchRoots) -> None:
-        self.roots = roots
-        self.objects = objects
+        self.roots, self.objects = roots, objects
         self.read_refusal = ""
         """Why a value that Python has read cannot be computed ahead."""
-        # Key of `BatchRoots.memo`: numbers of operations have a meaning within one recording only.
-        self._identity = object()
+        self._identity = object()  # numbers of operations have a meaning within one recording only
         self._operations: list[Operation] = []
         self._spoiled: dict[int, str] = {}
         """Storage of the batch, or of what is computed, that was written to -> a reason to refuse what reads it."""
@@ -171,13 +162,13 @@ class Recorder:
         """id of a tensor that can be computed ahead -> it, so that its id stays its own, and where it comes from."""
         self._storages: dict[int, str] = {}
         """Storage -> what it is called where writes to it spoil a recording; "" for held tensors."""
-        # By identity, since tensors compare element by element; weak, so that activations are freed as usual.
+        # Tensor -> why it cannot be. By identity, since tensors compare element by element; weak, so that activations
+        # are freed as usual.
         self._refused: Any = WeakIdKeyDictionary()
-        """Tensor that cannot be -> why not."""
-        self.reads: Guards = {}
-        """What Python has read."""
-        self._used: set[int] = set()
-        """Reads whose number an operation was given later."""
+        self.has_read = False
+        """Whether Python has read a value."""
+        self.guards: Guards = {}
+        """What Python has read, without the numbers that an operation was given later."""
         self._origins: dict[int, set[Origin]] = {}
         """Number -> where it may come from."""
         self._random_states = _random_states()
@@ -202,11 +193,6 @@ class Recorder:
     def recording(self) -> Any:
         """Return the context of the step."""
         return watch_operations(self._note)
-
-    def guards(self) -> Guards:
-        """Return the guards of a call that is made now."""
-        reads = {index: value for index, value in self.reads.items() if index not in self._used}
-        return {index: Number(value.origins) if isinstance(value, Number) else value for index, value in reads.items()}
 
     def note_rows(self, path: str, output: Any) -> None:
         """Note that these tensors are rows of a table."""
@@ -301,11 +287,12 @@ class Recorder:
         return next((source for tensor in inputs if isinstance(source := self._source_of(tensor), str)), "")
 
     def _note_read(self, function: Any, args: Any, kwargs: Any, value: Any, reason: str) -> None:
+        self.has_read = True
         if reason:
             self.read_refusal = self.read_refusal or f"Python has read a value before the call: {reason}"
             return
         index = self._record(function, args, kwargs, _tensors_in((args, kwargs)))
-        self.reads[index] = value if isinstance(value, bool) else self._number(value)
+        self.guards[index] = value if isinstance(value, bool) else self._number(value)
         if type(value) is int:
             self._origins.setdefault(value, set()).add(("read", index))
 
@@ -325,9 +312,10 @@ class Recorder:
         # dims are not sizes: a dim of 1 must not become "the batch size", which is 1 in the first batch by chance.
         if type(value) is not int or value >= LARGEST or "dim" in name:
             return value
-        # What Python does with the number is known from here on, so that it needs not be the same in later batches.
         number = self._number(value)
-        self._used.update(number.reads)
+        # What Python does with the number is known from here on, so that it needs not be the same in later batches.
+        for index in number.reads:
+            self.guards.pop(index, None)
         return number
 
     def _number(self, value: Any) -> Number:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Union
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from lightning_distrec import gpu
 from lightning_distrec._compat.torch import version_of
 from lightning_distrec._compat.torchrec import jagged_fields
 from lightning_distrec.late_weights import LateWeights
+
+if TYPE_CHECKING:
+    from lightning_distrec.prefetch.recorder import TracedSource
 
 PathStep = tuple[str, Any]
 """("item", key) or ("attr", name)."""
@@ -154,18 +157,7 @@ class JaggedSource:
         return KeyedJaggedTensor(keys=list(self.keys), **fields)
 
 
-class ComputedSource(Protocol):
-    """Operations of the step that make a tensor of the batch's: recorder.py has it."""
-
-    @property
-    def paths(self) -> list[Path]:
-        """Of the batch's tensors that it is made of."""
-
-    def get(self, roots: BatchRoots, ids: Any = None) -> Tensor:
-        """Return it, once the operations were repeated for this batch."""
-
-
-def paths_of(source: "Source") -> list[Path]:
+def paths_of(source: Any) -> list[Path]:
     """Return the paths of the batch's objects that a source is made of."""
     if isinstance(source, PathSource):
         return [source.path]
@@ -176,7 +168,7 @@ def paths_of(source: "Source") -> list[Path]:
     return [] if isinstance(source, (ConstantSource, UniformSource, LateSource)) else source.paths
 
 
-Source = ConstantSource | PathSource | ViewSource | JaggedSource | UniformSource | LateSource | ComputedSource
+Source = Union[ConstantSource, PathSource, ViewSource, JaggedSource, UniformSource, LateSource, "TracedSource"]
 
 
 @dataclass(frozen=True)

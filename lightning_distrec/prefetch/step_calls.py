@@ -1,5 +1,6 @@
 """From the calls of the first steps of a kind to the calls that are prefetched in later ones, alike on all ranks."""
 
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,7 +48,7 @@ class RecordedCall:
         """The call, where all of its arguments were found in the batch."""
         self.variant: Variant | None = None
         """Of a recorder, where it can be prefetched."""
-        guards = {} if recorder is None else recorder.guards()
+        guards = {} if recorder is None else deepcopy(recorder.guards)  # each call narrows its own numbers
 
         def compute(tensor: Any) -> TracedSource | str:
             assert recorder is not None
@@ -76,9 +77,8 @@ class RecordedCall:
                 computed = [condition]
         self.needs_trial = bool(computed)
         self.variant = Variant(call, recorder.roots, computed, guards if computed else None)
-        has_read = bool(recorder.reads or recorder.read_refusal)
         views = [source for source in call.arguments if isinstance(source, ViewSource)]
-        if not computed_in(call.arguments) and any(view.form == "narrow" or has_read for view in views):
+        if not computed_in(call.arguments) and any(view.form == "narrow" or recorder.has_read for view in views):
             # The end of x[:, :n] may depend on the batch: on its width, or on a number that Python has read.
             traced = [
                 recorder.trace(argument, guards) if isinstance(source, ViewSource) else source

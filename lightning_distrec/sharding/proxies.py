@@ -7,7 +7,7 @@ unsharded, and leaves that are this rank's shards. torchrec's sharded modules, w
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -24,34 +24,6 @@ from lightning_distrec.sharding.mapping.state import HoldsMappings
 from lightning_distrec.sharding.shard_access import refusal
 from lightning_distrec.sharding.shard_weight import ShardWeight
 from lightning_distrec.unpicklable import refuse_module, refuse_pickling
-
-
-class Lookup(Protocol):
-    """What a proxy calls: sharding/lookup/sharded_lookup.py has it."""
-
-    def __call__(self, make_features: Callable[[], Any]) -> Any:
-        """Collective. Return what the unsharded collection returns for the features that are made.
-
-        All ranks raise what one raises, in `make_features` too.
-        """
-
-
-class DifferingCalls(Protocol):
-    """Calls that differ from what was prefetched: prefetch/differing_calls.py has it."""
-
-    def raise_in_lookup(self) -> None:
-        """Raise this rank's failure, if any, in a lookup that is made as it is called; that carries it to all ranks."""
-
-
-class PrefetchedLookups(Protocol):
-    """Lookups that were started before the user's step calls them: prefetch/prefetcher.py has it."""
-
-    @property
-    def differing(self) -> DifferingCalls:
-        """What this rank has found, for all ranks to raise."""
-
-    def take(self, path: str, arguments: tuple[Any, ...]) -> Any:
-        """Collective. Return what a call of the proxy of `path` looks up, or None: it was not prefetched."""
 
 
 class _RefusesQuantizing:
@@ -79,10 +51,10 @@ class ShardedProxy(_RefusesQuantizing, HoldsMappings):
 
     path: str
     """Of the collection or embedding in the LightningModule."""
-    lookup: Lookup
-    """Set with every run; it stays after the run's end."""
-    prefetched: PrefetchedLookups | None
-    """While a run that prefetches goes on."""
+    lookup: Callable[[Callable[[], Any]], Any]
+    """The ShardedLookup, which is given what makes the features. Set with every run; it stays after the run's end."""
+    prefetched: Any
+    """The Prefetcher (prefetch/prefetcher.py) while a run that prefetches goes on, else None."""
     keys: dict[str, str]
     """Name of a weight in the unsharded module's state_dict -> its name in that of torchrec's module."""
     sharded_state_dict: Callable[[], Mapping[str, Any]]

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakSet
 
@@ -50,8 +49,6 @@ class SharedState:
     """How often weights may have changed: what was gathered before is gathered again when it is read next."""
     writes: Counter[str] = field(default_factory=Counter)
     """Table -> writes of user code into its weight, and copies of it; torch does not count those through `.data`."""
-    init_call: tuple[FrameType, Tensor, Any] | None = None
-    """The call of torch.nn.init in progress, or the last one: its frame, the full values, the shard."""
 
     def __enter__(self) -> None:
         self.in_step = True

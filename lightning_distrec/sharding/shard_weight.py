@@ -1,10 +1,10 @@
 """The parameters that a module shows of a sharded table: this rank's shard, guarded against being taken for the table.
 
 User code sees the table's shape. Elementwise operations (averages, clamps, decay) are exact on shards and run on them.
-Sums and norms in a step run over all ranks (collective_reads.py). Random draws, and the functions of torch.nn.init, run
-for the full table on every rank, which keeps its shard: so fans are those of the table, rows of different ranks differ,
-and generators have drawn what they draw in one process. Everything else that needs values is refused, naming the table.
-Optimizers, torchrec and our own code work on the shards as they are.
+Sums and norms in a step run over all ranks (collective_reads.py). Random draws, also in torch.nn.init, run for the full
+table on every rank, which keeps its shard: rows of ranks differ, and generators have drawn what they draw in one
+process. Everything else that needs values is refused, naming the table. Optimizers, torchrec and our own code work on
+the shards as they are.
 """
 
 import inspect
@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,13 +22,7 @@ from lightning_distrec._compat.torch import use_foreach_for
 from lightning_distrec.errors import ShardedWeightError
 from lightning_distrec.host_memory import free_host_bytes
 from lightning_distrec.sharding.collective_reads import SUMS, is_sum_in_step, sum_over_ranks
-from lightning_distrec.sharding.shard_access import (
-    GuardedTable,
-    ShardPlace,
-    rewriting,
-    without_guard,
-    write_back,
-)
+from lightning_distrec.sharding.shard_access import GuardedTable, ShardPlace, rewriting, without_guard, write_back
 from lightning_distrec.units import format_bytes
 
 INIT = "torch.nn.init"
@@ -38,20 +33,19 @@ VALUES = frozenset({"data", "grad", "T", "mT", "H", "mH", "real", "imag", "data 
 SHAPES = frozenset({"shape", "ndim", "size", "dim", "ndimension", "numel", "nelement", "nbytes", "__len__"})
 
 
-def words(text: str) -> frozenset[str]:
-    """Return the words of a text."""
+def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-DESCRIBES = words("""
+DESCRIBES = _words("""
     __hash__ __repr__ __format__ stride storage_offset is_contiguous is_floating_point is_complex element_size data_ptr
     untyped_storage get_device requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook type
     share_memory_ __deepcopy__ new_tensor is_pinned _has_compatible_shallow_copy_type backward
 """)
 """Methods that read no values, or that copy and print all that this rank has."""
-DRAWS = words("normal_ uniform_ random_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_")
-DRAWS_LIKE = words("randn_like rand_like randint_like")
-FUNCTIONS = words("""
+DRAWS = _words("normal_ uniform_ random_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_")
+DRAWS_LIKE = _words("randn_like rand_like randint_like")
+FUNCTIONS = _words("""
     abs add addcdiv addcmul bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp clamp_max clamp_min clip clone
     contiguous copy copysign div divide detach erf erfinv eq exp expm1 fill float floor floor_divide fmod full_like ge
     gt half bfloat16 double isfinite isinf isnan le lerp log log1p log2 log10 logical_and logical_not logical_or
@@ -59,13 +53,11 @@ FUNCTIONS = words("""
     remainder round rsqrt sgn sigmoid sign sqrt square sub subtract tanh to true_divide trunc type_as where zero
     zeros_like empty_like cpu cuda coalesce masked_fill softplus hardtanh threshold
 """)
-OPERATORS = words("""
+OPERATORS = _words("""
     abs add and div eq floordiv ge gt invert le lt mod mul ne neg or pos pow radd rdiv rmod rmul rpow rsub rtruediv sub
     truediv xor
 """)
-IN_PLACE_OPERATORS = words("""
-    __iadd__ __iand__ __idiv__ __ifloordiv__ __imod__ __imul__ __ior__ __ipow__ __isub__ __itruediv__ __ixor__
-""")
+IN_PLACE_OPERATORS = frozenset(f"__i{name}__" for name in OPERATORS)
 ELEMENTWISE = (
     FUNCTIONS | {f"{name}_" for name in FUNCTIONS} | {f"__{name}__" for name in OPERATORS} | IN_PLACE_OPERATORS
 )
@@ -86,15 +78,12 @@ def _guarded(_: type, func: Callable[..., Any], types: Any, args: Any = (), kwar
         attribute = func.__self__.__name__  # type: ignore[attr-defined]
         name = attribute if name == "__get__" else "data =" if attribute == "data" else "setting another"
     # By the code that calls: a read of the shard is right in an optimizer, and wrong in the user's step.
-    caller = _caller(inspect.currentframe())
-    if caller == OWN or (name in DESCRIBES if not is_attribute else name not in VALUES | SHAPES):
+    reads_values = name in VALUES | SHAPES if is_attribute else name not in DESCRIBES
+    if not reads_values or _is_called_by_us(inspect.currentframe()):
         with without_guard():
             return func(*args, **kwargs)
     if name in SHAPES:
         return func(_first(args).place.meta(), *args[1:], **kwargs)
-    if caller == INIT or getattr(func, "__module__", "") == INIT:
-        with rewriting():
-            return _initialize(func, name, args, kwargs)
     if _is_in_place(name):
         with rewriting():
             return _in_user_code(func, name, is_attribute, args, kwargs)
@@ -130,20 +119,18 @@ def guard(table: GuardedTable, places: list[tuple[int, int]]) -> None:
         weight.place = ShardPlace(table, row, column, rows, columns)
 
 
-def _caller(frame: FrameType | None) -> Any:
-    """Return who asks: OWN for our code, torchrec's and optimizers', INIT for torch.nn.init, "" for user code."""
+def _is_called_by_us(frame: FrameType | None) -> bool:
+    """Whether our code asks, torchrec's or an optimizer's, and not user code."""
     frame = None if frame is None else frame.f_back
     while frame is not None:
         module: str = frame.f_globals.get("__name__", "")
         if module.startswith("torch."):
-            if module == INIT:
-                return INIT
             if module.startswith(OWN_OF_TORCH):
-                return OWN
+                return True
             frame = frame.f_back  # torch's Python around an operator
             continue
-        return OWN if module.startswith(OWN) or _is_in_optimizer(frame) else ""
-    return OWN
+        return module.startswith(OWN) or _is_in_optimizer(frame)
+    return True
 
 
 def _is_in_optimizer(frame: FrameType | None) -> bool:
@@ -161,14 +148,21 @@ def _in_user_code(func: Callable[..., Any], name: str, is_attribute: bool, args:
     place: ShardPlace = shard.place
     if is_attribute:
         if name == "data =":
-            if _shares_memory(*args):  # a module that is moved to the device where it is
-                return None
+            target, value = args
+            with without_guard():  # a module that is moved to the device where it is
+                if target.data_ptr() == value.data_ptr() and target.dtype == value.dtype:
+                    return None
             raise place.refusal(name)
         if name in ("data", "grad"):
             with without_guard():
                 return _wrap(func(*args), place if name == "data" else replace(place, kind="gradient"))
     elif name == "__reduce_ex__":
         raise place.refusal("to pickle it, which full_parameter and full_state_dict() are for")
+    elif getattr(func, "__module__", "") == INIT:  # normal_, constant_ and others hand themselves over
+        full = _full_like(shard)
+        func(**kwargs | {"tensor": full})
+        with torch.no_grad():
+            return _fill(shard, full)
     elif name in DRAWS and shard is args[0]:
         if place.kind != "weight":
             raise place.refusal(name)
@@ -191,11 +185,11 @@ def _in_user_code(func: Callable[..., Any], name: str, is_attribute: bool, args:
             if not isinstance(_first(args), (ShardValues, ShardWeight)):
                 raise place.refusal(f"{name} into a tensor that is none of its shards")
         with without_guard():
-            args, kwargs = _map([args, kwargs], lambda value: _local(value, place))
+            args, kwargs = apply_to_collection([args, kwargs], Tensor, _local, place)
             return _wrap(func(*args, **kwargs), place)
     if place.table.gathering is None or place.kind != "weight":
         raise place.refusal(name)
-    args, kwargs = _map([args, kwargs], _gathered)
+    args, kwargs = apply_to_collection([args, kwargs], Tensor, _gathered)
     return func(*args, **kwargs)
 
 
@@ -211,11 +205,6 @@ def _same_place(*tensors: Any) -> bool:
         return torch.equal(*tensors)
 
 
-def _shares_memory(target: Any, value: Tensor) -> bool:
-    with without_guard():
-        return target.data_ptr() == value.data_ptr() and target.dtype == value.dtype
-
-
 def _first(args: Any) -> Any:
     while isinstance(args, (list, tuple)):
         args = args[0]
@@ -229,31 +218,23 @@ def _shards_in(value: Any) -> list[Any]:
     return [shard for part in parts for shard in _shards_in(part)]
 
 
-def _map(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return nested arguments with every value changed."""
-    if isinstance(value, dict):
-        return {key: _map(part, change) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_map(part, change) for part in value)
-    return change(value)
-
-
-def _gathered(value: Any) -> Any:
-    """Return the full table in the place of a shard."""
+def _gathered(value: Any) -> Tensor:
+    """Return the full table in the place of a shard, and other tensors as they are."""
     if not isinstance(value, (ShardValues, ShardWeight)):
         return value
-    if value.place.table.gathering is None or value.place.kind != "weight":
+    table: GuardedTable = value.place.table
+    if table.gathering is None or value.place.kind != "weight":
         raise value.place.refusal("together with a gathered weight")
-    return value.place.table.gathering.full(value)
+    return table.gathering.full(value)  # type: ignore[no-any-return]
 
 
-def _local(value: Any, place: ShardPlace) -> Any:
-    """Return the part at `place` of a tensor that fits the table, and other values as they are."""
+def _local(value: Tensor, place: ShardPlace) -> Tensor:
+    """Return the part at `place` of a tensor that fits the table; one of one element as it is."""
     if isinstance(value, (ShardValues, ShardWeight)):
         if value.place.key != place.key:
             raise place.refusal(f"an operation with '{value.place.table.name}'")
         return value
-    if not isinstance(value, Tensor) or value.numel() == 1:
+    if value.numel() == 1:
         return value
     try:
         # Each element of the shard meets the element that it would meet in the full table.
@@ -266,45 +247,14 @@ def _wrap(result: Any, place: ShardPlace) -> Any:
     """Return values that were computed element by element as guarded ones."""
 
     def wrap(value: Any) -> Any:
-        if not isinstance(value, Tensor) or isinstance(value, (ShardWeight, ShardValues)):
+        if isinstance(value, (ShardWeight, ShardValues)):
             return value
         values: Any = value if value.is_sparse else value.as_subclass(ShardValues)
         values.__class__ = ShardValues  # torch makes no subclass of sparse tensors
         values.place = place
         return values
 
-    return _map(result, wrap)
-
-
-def _initialize(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Do one step of a function of torch.nn.init, which sees the full table's values of its call so far."""
-    target: Any = kwargs.get("tensor", args[0] if args else None)
-    if getattr(func, "__module__", "") == INIT:  # normal_, constant_ and others hand themselves over
-        full = _full_like(target)
-        func(**kwargs | {"tensor": full})
-        with torch.no_grad():
-            return _fill(target, full)
-    shard = _shards_in([args, kwargs])[0]
-    full = _full_of_call(shard)
-    writes = name == "__setitem__" or _is_in_place(name)
-    if not (writes or name in ELEMENTWISE or name in DRAWS_LIKE):
-        raise shard.place.refusal(f"{name} in torch.nn.init")
-    args, kwargs = _map([args, kwargs], lambda value: full if value is shard else value)
-    result = func(*args, **kwargs)
-    return _fill(shard, full) if writes and target is shard else result
-
-
-def _full_of_call(shard: Any) -> Tensor:
-    """Return the full values that the call of torch.nn.init in progress has made so far for this shard."""
-    frame: Any = inspect.currentframe()
-    while frame.f_globals.get("__name__") != INIT:
-        frame = frame.f_back
-    state = shard.place.table.state
-    if state.init_call is None or state.init_call[0] is not frame or state.init_call[2] is not shard:
-        # kaiming_, xavier_ and others take several operations: those of one call share its full tensor.
-        # The frame is kept, not its id, which a later call's frame could have.
-        state.init_call = frame, _full_like(shard), shard
-    return state.init_call[1]
+    return apply_to_collection(result, Tensor, wrap)
 
 
 def _full_like(shard: Any) -> Tensor:

@@ -11,7 +11,7 @@ Gradients of two lookups in a step are refused where two updates inside of backw
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,16 +45,6 @@ class BackwardOrder:
         self._next_number += order_backward(outputs(), since, self._next_number)
 
 
-class UpdateWatch(Protocol):
-    """Watches lookups of tables that are updated inside of backward; optimizers/backward_watch.py has it."""
-
-    def note_call(self) -> None:
-        """The user's code makes a lookup now."""
-
-    def note_lookup(self) -> Callable[[Tensor], None] | None:
-        """Rows are looked up. Return a hook for the gradients of the rows, or None."""
-
-
 class SecondGradients:
     """The gradients of one collection's lookups. tables: full names of those that are updated once for each lookup."""
 
@@ -67,7 +57,7 @@ class SecondGradients:
         """Refuse second gradients of these tables too, from now on."""
         self._tables = list(dict.fromkeys([*self._tables, *tables]))
 
-    def hooks(self, update_watch: UpdateWatch | None) -> list[Callable[[Tensor], None]]:
+    def hooks(self, update_watch: Any) -> list[Callable[[Tensor], None]]:
         """Return what to call with each gradient of the lookup that is made now."""
         if not torch.is_grad_enabled():
             return []

@@ -29,7 +29,6 @@ from lightning_distrec.sharding.lookup.lazy_outputs import (
     LazyOutput,
     PooledEmbeddings,
     SecondGradients,
-    UpdateWatch,
 )
 from lightning_distrec.sharding.lookup.lookup_inputs import LookupInputs
 from lightning_distrec.sharding.lookup.lookup_outputs import LookupOutputs
@@ -48,8 +47,8 @@ class ShardedLookup:
         self.setup, self.path = setup, setup.path
         self.on_rows_arrived: Callable[[LookupRequest], None] | None = None
         """Called when the rows of a lookup have arrived; prefetching sets it for the time of its run."""
-        self.update_watch: UpdateWatch | None = None
-        """Watches steps of tables that are updated inside of backward, under manual optimization."""
+        self.update_watch: Any = None
+        """Watches steps of tables that are updated inside of backward, under manual optimization; or None."""
         tables, uses = setup.tables, setup.uses
         self.outputs = LookupOutputs(setup)
         self.second_gradients = SecondGradients(setup.path, [t.full_name for t in tables if not uses[t.name].adds_up])

@@ -36,7 +36,7 @@ from lightning_distrec.prefetch.streams import Streams, move_jagged, pin
 from lightning_distrec.sharding.lookup.ids_exchange import start_exchange
 from lightning_distrec.sharding.lookup.request import LookupRequest
 from lightning_distrec.sharding.lookup.sharded_lookup import LookedUp, ShardedLookup
-from lightning_distrec.sharding.proxies import PrefetchedLookups, ShardedProxy
+from lightning_distrec.sharding.proxies import ShardedProxy
 from lightning_distrec.sharding.shard_access import without_guard
 from lightning_distrec.strategies.tables.run_tables import RunTables
 
@@ -170,7 +170,7 @@ class Prefetching:
             skip_transfer_hook_when(module, lambda batch: isinstance(batch, ReadyBatch)).close,
         ]
         self._undo += [optimizer.register_step_post_hook(self._stepped).remove for optimizer in tables.all_optimizers]
-        self._proxies: list[tuple[ShardedProxy, PrefetchedLookups | None]] = []
+        self._proxies: list[tuple[ShardedProxy, Prefetcher | None]] = []
         for proxy in tables.shards.proxies.values():
             # Another Trainer may be running around this one, whose prefetcher `release` puts back.
             self._proxies.append((proxy, proxy.prefetched))

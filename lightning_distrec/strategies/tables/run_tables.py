@@ -206,7 +206,6 @@ class RunTables:
     @without_guards
     def before_training_step(self) -> None:
         """Raise where something has changed since the start that the tables' updates do not follow."""
-        self.shards.state.init_call = None  # frees the full values that it has drawn
         if self.groups is not None:
             self.groups.before_training_step()
         self.check_steps()

@@ -42,11 +42,6 @@ def _kaiming(weight: nn.Parameter) -> None:
     nn.init.kaiming_uniform_(weight)
 
 
-def _truncated(weight: nn.Parameter) -> None:
-    nn.init.trunc_normal_(weight.data, mean=3.0, std=0.5)
-    nn.init.trunc_normal_(weight, std=0.02)
-
-
 def _own(weight: nn.Parameter) -> None:
     weight.data.uniform_(-1 / weight.shape[0] ** 0.5, 1 / weight.shape[1] ** 0.5).mul_(2).clamp_(max=0.1)
 
@@ -57,7 +52,7 @@ def _noisy(weight: nn.Parameter) -> None:
         weight += 0.1 * torch.randn(weight.shape)
 
 
-DRAWS = {"xavier": _xavier, "kaiming": _kaiming, "truncated": _truncated, "own": _own, "noisy": _noisy}
+DRAWS = {"xavier": _xavier, "kaiming": _kaiming, "own": _own, "noisy": _noisy}
 
 
 class Draws(TwoTower):
@@ -201,6 +196,10 @@ REFUSED: dict[str, tuple[Hook, str]] = {
         r"\(normalize\)",
     ),
     "row": (lambda model: model.item_embedding.weight.data[0].zero_(), r"\(__getitem__\)"),
+    "truncated": (
+        lambda model: nn.init.trunc_normal_(model.item_embedding.weight),
+        r"'item_embedding' was read \(any\)",
+    ),
     "grad_norm": (lambda model: grad_norm(model, 2), r"the gradient of the sharded table .*gradient_norms\(\)"),
     "other data": (lambda model: setattr(model.item_embedding.weight, "data", torch.zeros(70, 16)), r"\(data =\)"),
     "pickled": (
