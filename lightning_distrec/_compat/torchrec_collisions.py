@@ -25,9 +25,6 @@ def returns_remapped_features(managed: Any) -> bool:
     return bool(managed._return_remapped_features)
 
 
-_BY_FEATURE = HashZchEvictionPolicyName.PER_FEATURE_TTL_EVICTION
-
-
 def hash_zch_settings(module: Any) -> dict[str, Any]:
     """Return what a HashZchManagedCollisionModule was built with. Source: torchrec/modules/hash_mc_modules.py."""
     config = module._eviction_config
@@ -35,8 +32,6 @@ def hash_zch_settings(module: Any) -> dict[str, Any]:
     return {
         "policy": "" if module._eviction_policy_name is None else module._eviction_policy_name.value,
         "ttl_hours": 0 if config is None else int(config.single_ttl or 0),
-        "ttl_by_feature": tuple(config.per_feature_ttl or ()) if module._eviction_policy_name == _BY_FEATURE else (),
-        "drops": module.disable_fallback,
         "percent_reserved": module._percent_reserved_slots if reserves else 0.0,
     }
 
@@ -48,7 +43,8 @@ def hash_zch_difference(module: Any, name: str) -> str:
         "output_segments of unequal size": module._output_segments
         != [rows // buckets * bucket for bucket in range(buckets + 1)],
         "opt_in_prob below 100, which draws ids at random,": 0 < module._opt_in_prob < 100,
-        "disable_fallback=True and no_bag=True": module.disable_fallback and module._no_bag,
+        "disable_fallback=True": module.disable_fallback,
+        "PER_FEATURE_TTL_EVICTION": module._eviction_policy_name == HashZchEvictionPolicyName.PER_FEATURE_TTL_EVICTION,
         "track_id_freq or write_runtime_meta_dim": module._hash_zch_runtime_meta is not None,
         "inference_dispatch_div_train_world_size=True": module.input_mapper._inference_dispatch_div_train_world_size,
         "is_inference=True": module._is_inference,

@@ -5,6 +5,7 @@ lengths of sized loaders once, and the states of other loaders before every batc
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
@@ -39,10 +40,10 @@ def even(loader: Any, ranks: Ranks, mode: UnevenInputs, warn: Callable[[str], No
     gathered = ranks.all_gather((sized_len(loader), is_exact))
     lengths = [length for length, _ in gathered]
     if None in lengths:
-        return EvenLoader(loader, ranks, EndPolicy(ranks, mode, warn))
+        return EvenLoader(loader, EndPolicy(ranks, mode, warn))
     sizes = [length for length in lengths if length is not None]
     if not all(are_exact for _, are_exact in gathered):
-        return SizedEvenLoader(loader, ranks, EndPolicy(ranks, mode, warn), min(sizes))
+        return EvenLoader(loader, EndPolicy(ranks, mode, warn), min(sizes))
     if len(set(sizes)) == 1:
         return loader
     text = f"the ranks have {', '.join(map(str, sizes))} batches of {type(loader).__name__}"
@@ -57,7 +58,7 @@ def even(loader: Any, ranks: Ranks, mode: UnevenInputs, warn: Callable[[str], No
 class Wrapper:
     """A loader around another one, which has all other attributes: sampler, dataset, state for resuming."""
 
-    _attributes: tuple[str, ...] = ("ranks", "end", "agrees", "length")
+    _attributes: tuple[str, ...] = ("end", "agrees", "length")
     """Attributes of the wrappers; all others are the loader's."""
 
     def __init__(self, loader: Any) -> None:
@@ -95,16 +96,16 @@ class ShortenedLoader(Wrapper):
         return islice(iter(self._loader), self.length)
 
 
+@dataclass(frozen=True)
 class EndPolicy:
     """What happens where the ranks' batches end at different places, or a rank's loader fails.
 
     mode: whether ranks that have more stop, or all raise. warn: called where they stop.
     """
 
-    def __init__(self, ranks: Ranks, mode: UnevenInputs, warn: Callable[[str], None]) -> None:
-        self._ranks = ranks
-        self._mode = mode
-        self._warn = warn
+    ranks: Ranks
+    mode: UnevenInputs
+    warn: Callable[[str], None]
 
     def apply(self, count: int, state: int, failure: Exception | None) -> None:
         """Collective. End the epoch after `count` batches, once not every rank has another one.
@@ -113,7 +114,7 @@ class EndPolicy:
         differ and mode is "error", or a rank has none.
         """
         # Before anything is raised, so that the rank whose loader failed takes part.
-        states = self._ranks.all_gather((state, failure and f"{type(failure).__name__}: {failure}"))
+        states = self.ranks.all_gather((state, failure and f"{type(failure).__name__}: {failure}"))
         if failure is not None:
             raise failure
         for rank, (other, reported) in enumerate(states):
@@ -123,26 +124,30 @@ class EndPolicy:
         if not longer:
             return
         text = f"after {count} batches ranks {longer} have more, the others none"
-        if self._mode == "error":
+        if self.mode == "error":
             raise DataError(f"{text}, and uneven_inputs='error'. Give each rank as many, or set uneven_inputs='stop'.")
         if count == 0:
             raise DataError(f"{text}: there is no batch that all ranks have. Give every rank at least one batch.")
-        self._warn(f"{text}; all stop here (uneven_inputs='stop').")
+        self.warn(f"{text}; all stop here (uneven_inputs='stop').")
 
 
 class EvenLoader(Wrapper):
-    """A loader of unknown length; the ranks agree before each batch that all of them have one.
+    """A loader without an exact length; the ranks agree before each batch that all of them have one.
 
     Iterating over it is collective: a callback that looks at batches on one rank only must take the loader from its
-    own datamodule instead.
+    own datamodule instead. length: the minimum over ranks of what the loaders say; None: some say nothing.
     """
 
-    def __init__(self, loader: Any, ranks: Ranks, end: EndPolicy) -> None:
+    def __init__(self, loader: Any, end: EndPolicy, length: int | None = None) -> None:
         super().__init__(loader)
-        self.ranks = ranks
-        self.end = end
+        self.end, self.length = end, length
         self.agrees = True
         """Whether iterators that begin now agree on their end; false where the fetcher of the batches does it."""
+
+    def __len__(self) -> int:
+        if self.length is None:
+            raise TypeError(f"{type(self._loader).__name__} has no length on some rank")
+        return self.length
 
     def __iter__(self) -> Iterator[Any]:
         """Collective. Return batches while every rank has one. Raises DataError as `EndPolicy` does."""
@@ -155,22 +160,11 @@ class EvenLoader(Wrapper):
         while True:
             state, batch, failure = draw_next(batches)
             # A batch of this rank is left out where another rank has none, and would never join its lookups.
-            if self.ranks.all_reduce_min(state) < HAS_BATCH:
+            if self.end.ranks.all_reduce_min(state) < HAS_BATCH:
                 self.end.apply(count, state, failure)
                 return
             count += 1
             yield batch
-
-
-class SizedEvenLoader(EvenLoader):
-    """The same over loaders with a length that may not be exact; `length` is the minimum over ranks."""
-
-    def __init__(self, loader: Any, ranks: Ranks, end: EndPolicy, length: int) -> None:
-        super().__init__(loader, ranks, end)
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
 
 
 def iterate(loader: Any) -> Iterator[Any]:

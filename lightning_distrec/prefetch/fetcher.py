@@ -36,16 +36,10 @@ class PrefetchFetcher(DataFetcher):
         self, kind: str, prefetcher: Prefetcher, end: EndPolicy, make_ready: Callable[[InFlightBatch, Any, int], None]
     ) -> None:
         super().__init__()
-        self._kind = kind
-        self._prefetcher = prefetcher
-        self._end = end
-        self._make_ready = make_ready
+        self._kind, self._prefetcher, self._end, self._make_ready = kind, prefetcher, end, make_ready
         self._queue: deque[InFlightBatch] = deque()
-        self._count = 0
-        self._num_drawn = 0
-        self._has_more = True
-        self._agrees_on_draws = False
-        self._has_ended = False
+        self._count = self._num_drawn = 0
+        self._has_more, self._agrees_on_draws, self._has_ended = True, False, False
         self._loader_states: Any = None
 
     @override

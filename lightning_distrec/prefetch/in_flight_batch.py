@@ -1,6 +1,7 @@
 """One batch in flight: its lookups are prepared, their ids sent, their rows looked up, and user code takes them."""
 
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, Protocol
 
 from lightning_distrec.errors import IdsError, ProvenanceError
@@ -43,8 +44,7 @@ class PrefetchedLookup:
     """One call that the step will make."""
 
     def __init__(self, call: PrefetchedCall, table: Prefetchable, roots: BatchRoots) -> None:
-        self.call = call
-        self.table = table
+        self.call, self.table = call, table
         self._arguments = call.get(roots)
         self._versions = versions(*self._arguments)
         self.request = table.prepare(self._arguments)
@@ -94,9 +94,7 @@ class InFlightBatch:
     """
 
     def __init__(self, kind: str, state: int, failure: Exception | None = None) -> None:
-        self.kind = kind
-        self.state = state
-        self.failure = failure
+        self.kind, self.state, self.failure = kind, state, failure
         self.batch: Any = None
         """As the step gets it."""
         self.loader_states: Any = None
@@ -162,14 +160,13 @@ class InFlightBatch:
 
     def _sizes(self) -> list[tuple[int, int]]:
         assert self._step is not None
-        sizes: list[tuple[int, int]] = []
-        for call, lookup in zip(self._step.calls, self._lookups, strict=True):
-            if lookup is not None:
-                sizes.append((lookup.request.num_examples, lookup.request.num_examples))
-            else:
-                # Ranks take the minimum: one that is unready, or refuses, decides for all of them.
-                sizes.append(REFUSED if isinstance(call, ComputedCall) and call.refused else UNREADY)
-        return sizes
+        # Ranks take the minimum: one that is unready, or refuses, decides for all of them.
+        return [
+            (lookup.request.num_examples,) * 2
+            if lookup is not None
+            else (REFUSED if isinstance(call, ComputedCall) and call.refused else UNREADY)
+            for call, lookup in zip(self._step.calls, self._lookups, strict=True)
+        ]
 
     def _form(self) -> int:
         """Return a number for the types of all lookups in order; for an unready one, those of a batch before it.
@@ -239,12 +236,9 @@ class InFlightBatch:
 
     def raise_problem(self, ranks: Ranks) -> None:
         """Collective. Raise IdsError: what is wrong with the ids on one of the ranks."""
-        problems = [
-            str(lookup.request.problem)
-            for lookup in self._lookups
-            if lookup is not None and lookup.request.problem is not None
-        ]
-        raise IdsError([problem for rank_problems in ranks.all_gather(problems) for problem in rank_problems][0])
+        requests = [lookup.request for lookup in self._lookups if lookup is not None]
+        problems = [str(request.problem) for request in requests if request.problem is not None]
+        raise IdsError(next(chain.from_iterable(ranks.all_gather(problems))))
 
     def start_exchange(self, start: Callable[[list[Any]], Any]) -> None:
         """Collective. Send the sizes of its ids, where that has not been done."""
@@ -257,9 +251,7 @@ class InFlightBatch:
     ) -> tuple[PrefetchedLookup | None, ProvenanceError | None]:
         """Return the prefetched lookup of this call, or None: it must be looked up as it is called.
 
-        compare: compares computed inputs where the host cannot without waiting.
-
-        The error: it was prefetched with other arguments.
+        The error: it was prefetched with other arguments. compare: as of `is_same_input`.
         """
         waiting = [lookup for lookup in self.prefetched or [] if lookup.call.path == path and not lookup.is_taken]
         # Counted for calls that were not prefetched too, since all ranks make them.
@@ -287,16 +279,15 @@ class InFlightBatch:
 
 
 def _describe_difference(call: PrefetchedCall) -> str:
+    advice = "Make what you look up in a method sparse_inputs(batch) of the module, or set prefetch="
     if isinstance(call, ComputedCall):
         return (
             f"'{call.path}' is called with another input than its operations computed ahead of the step; its ids "
-            "have already been sent. Something that it depends on has changed since the first steps. Make what you "
-            "look up in a method sparse_inputs(batch) of the module, or set prefetch={'computed_ids': False} to look "
-            "up what the step computes as it is called."
+            "have already been sent. Something that it depends on has changed since the first steps. "
+            f"{advice}{{'computed_ids': False}} to look up what the step computes as it is called."
         )
     return (
         f"'{call.path}' is called with an input that is not the part of the batch it was called with in the first "
-        "step, or that was written to in place since the batch was fetched; its ids have already been sent. Make what "
-        "you look up in a method sparse_inputs(batch) of the module, or set prefetch={'depth': 1} to look tables "
-        "up as they are called."
+        "step, or that was written to in place since the batch was fetched; its ids have already been sent. "
+        f"{advice}{{'depth': 1}} to look tables up as they are called."
     )

@@ -28,9 +28,7 @@ class Learner:
         """Kind of step -> its calls that are prefetched, alike on all ranks."""
         self.is_recording = False
         """Whether calls of the step that is running are to be noted."""
-        self._ranks = ranks
-        self._warn = warn
-        self._record = record
+        self._ranks, self._warn, self._record = ranks, warn, record
         self._has_reported_unlike = False
         self._trials: dict[str, Trial] = {}
         """Kind of step -> what is known of its computed calls, until its trial is over."""
@@ -111,13 +109,11 @@ class Learner:
         self, batch: InFlightBatch, recorded: list[RecordedCall], variants: dict[str, list[Variant | str]]
     ) -> None:
         assert batch.objects is not None
-        first = agree_on_calls(recorded, self._ranks)
-        self._report(batch.kind, first.reasons)
-        self.calls[batch.kind] = StepCalls(
-            first.calls, batch.objects, is_complete=not first.reasons and not first.trial
-        )
-        if first.trial:
-            self._trials[batch.kind] = trial = Trial(first.trial, first.order)
+        calls, reasons, trial = agree_on_calls(recorded, self._ranks)
+        self._report(batch.kind, reasons)
+        self.calls[batch.kind] = StepCalls(calls, batch.objects, is_complete=not reasons and not trial.calls)
+        if trial.calls:
+            self._trials[batch.kind] = trial
             trial.end_step(variants)
 
     def _learn_trial(self, batch: InFlightBatch, trial: Trial) -> None:

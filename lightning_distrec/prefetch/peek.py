@@ -109,8 +109,6 @@ def _generators(root: Any, depth: int, seen: set[int]) -> Iterator[Any]:
 
 
 def _state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
@@ -119,7 +117,5 @@ def _state(generator: Any) -> Any:
 def _restore(generator: Any, state: Any) -> None:
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
     else:
-        generator.set_state(state)
+        (generator.setstate if isinstance(generator, random.Random) else generator.set_state)(state)

@@ -37,9 +37,7 @@ class Step:
     """
 
     def __init__(self, batch: InFlightBatch, following: list[InFlightBatch], counts: LookupCounts) -> None:
-        self.batch = batch
-        self.following = following
-        self.counts = counts
+        self.batch, self.following, self.counts = batch, following, counts
         self.takes_prefetched = True
         """Whether user code is in its step, whose calls get what was prefetched."""
         self.was_sent = False
@@ -79,11 +77,8 @@ class Prefetcher:
     def __init__(
         self, depth: int, ranks: Ranks, tables: Mapping[str, Prefetchable], exchange: IdsExchange, learner: Learner
     ) -> None:
-        self.depth = depth
-        self.ranks = ranks
-        self._tables = tables
-        self._exchange = exchange
-        self._learner = learner
+        self.depth, self.ranks = depth, ranks
+        self._tables, self._exchange, self._learner = tables, exchange, learner
         self._exchanges_counts = any(table.exchanges_counts for table in tables.values())
         self.current: InFlightBatch | None = None
         """The batch of the step that is running, or that has just ended."""

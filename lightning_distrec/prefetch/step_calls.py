@@ -1,13 +1,13 @@
 """From the calls of the first steps of a kind to the calls that are prefetched in later ones, alike on all ranks."""
 
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from lightning_distrec.prefetch.batch_objects import BatchObjects, FeatureOrder
-from lightning_distrec.prefetch.computed_calls import ComputedCall, Variant, computed_in, replaying
+from lightning_distrec.prefetch.computed_calls import ComputedCall, Trial, Variant, computed_in, replaying
 from lightning_distrec.prefetch.recorder import Guards, Number, Recorder, TracedSource
 from lightning_distrec.prefetch.sources import (
     BatchRoots,
@@ -38,8 +38,7 @@ class RecordedCall:
         recorder: Recorder | None = None,
         place: int = 0,
     ) -> None:
-        self.path = path
-        self.place = place
+        self.path, self.place = path, place
         self.reason = ""
         """Why it cannot be prefetched; "" if it can."""
         self.needs_trial = False
@@ -124,12 +123,9 @@ class StepCalls:
         regular: frozenset[str] = frozenset(),
         is_complete: bool = False,
     ) -> None:
-        self.calls = calls
+        self.calls, self.placed_paths, self.regular, self.is_complete = calls, placed_paths, regular, is_complete
         self.forms = [0] * len(calls)
         """Of each call the types of its last lookup on this rank."""
-        self.regular = regular
-        self.placed_paths = placed_paths
-        self.is_complete = is_complete
         sources = [source for call in calls for source in call.arguments]
         names = {name for call in calls for name in call.path.split(".")}
         names |= {key for source in sources if isinstance(source, JaggedSource) for key in source.keys}
@@ -148,42 +144,28 @@ class LookupCounts:
         return f"{self.ahead:,} of {self.lookups:,} lookups"
 
 
-@dataclass
-class FirstStep:
-    """What all ranks have learned from the first step of a kind."""
-
-    calls: list[PrefetchedCall] = field(default_factory=list)
-    """Those that are prefetched from now on, in one order."""
-    reasons: dict[str, str] = field(default_factory=dict)
-    """Table -> why it is not prefetched."""
-    order: list[str] = field(default_factory=list)
-    """The tables of the calls of rank 0, in their order."""
-    trial: list[str] = field(default_factory=list)
-    """Tables of which later steps show whether they are."""
-
-
-def agree_on_calls(recorded: list[RecordedCall], ranks: Ranks) -> FirstStep:
+def agree_on_calls(recorded: list[RecordedCall], ranks: Ranks) -> tuple[list[PrefetchedCall], dict[str, str], Trial]:
     """Collective. Return what ranks agree on after the first step of a kind.
 
-    A table whose calls are all found in the batch is prefetched in all of them, or in none.
+    The calls that are prefetched from now on, in one order; table -> why it is not prefetched; the trial of those of
+    which later steps show whether they are. Of a table that is in no trial all calls are prefetched, or none.
     """
     # For each rank: path, description of the call, reason, whether it needs a trial; in the order of its calls.
     gathered = ranks.all_gather([(call.path, repr(call.call), call.reason, call.needs_trial) for call in recorded])
-    first = FirstStep(order=[call[0] for call in gathered[0]])
+    order, reasons, tried = [call[0] for call in gathered[0]], dict[str, str](), list[str]()
     for path in sorted({call[0] for calls in gathered for call in calls}):
         lists = [[call for call in calls if call[0] == path] for calls in gathered]
         refused = [reason for calls in lists for _, _, reason, _ in calls if reason]
         if any(needs_trial for calls in lists for _, _, _, needs_trial in calls):
-            first.trial.append(path)
+            tried.append(path)
         elif refused:
-            first.reasons[path] = refused[0]
+            reasons[path] = refused[0]
         elif any(calls != lists[0] for calls in lists):
-            first.reasons[path] = "the ranks call it with different parts of their batches"
+            reasons[path] = "the ranks call it with different parts of their batches"
     remaining: dict[str, list[PrefetchedCall]] = {}
     for call in recorded:
         if call.call is not None:
             remaining.setdefault(call.path, []).append(call.call)
     # Every rank has as many calls of these tables. All list them in rank 0's order, in which ids are exchanged.
-    skipped = {*first.reasons, *first.trial}
-    first.calls = [remaining[path].pop(0) for path in first.order if path not in skipped]
-    return first
+    prefetched = [remaining[path].pop(0) for path in order if path not in {*reasons, *tried}]
+    return prefetched, reasons, Trial(tried, order)

@@ -41,7 +41,14 @@ def check_batch(
         _check_type(call, "offsets", offsets)
     lengths = features.lengths()
     _check_type(call, "lengths", lengths)
-    _check_weights(call, values, features.weights_or_none(), weights is not None)
+    carried = features.weights_or_none()
+    if carried is not None and (
+        carried.shape != values.shape or (weights is not None and not carried.is_floating_point())
+    ):
+        raise IdsError(
+            f"{call} has {values.numel()} ids, and weights of {carried.dtype} and shape {tuple(carried.shape)}. Give "
+            "each id one weight, of a floating point type."
+        )
     bags = _check_number_of_lengths(call, features, lengths.numel())
     if not lengths.numel():
         if values.numel():
@@ -115,14 +122,6 @@ def _check_type(call: str, name: str, tensor: Tensor) -> None:
         raise IdsError(
             f"{call} has {name} of {tensor.dtype} and shape {tuple(tensor.shape)}. They must be int64 or int32, and of "
             "one dimension."
-        )
-
-
-def _check_weights(call: str, values: Tensor, weights: Tensor | None, count: bool) -> None:
-    if weights is not None and (weights.shape != values.shape or (count and not weights.is_floating_point())):
-        raise IdsError(
-            f"{call} has {values.numel()} ids, and weights of {weights.dtype} and shape {tuple(weights.shape)}. Give "
-            "each id one weight, of a floating point type."
         )
 
 
@@ -203,11 +202,7 @@ def _offsets(path: str, ids: Tensor, offsets: Tensor | None, include_last_offset
             f"'{path}' was called with ids of shape {tuple(ids.shape)} and {'no ' if offsets is None else ''}offsets. "
             "Ids must have two dimensions, or one and offsets."
         )
-    if offsets.dtype not in (torch.int32, torch.int64) or offsets.dim() != 1:
-        raise IdsError(
-            f"'{path}' was called with offsets of {offsets.dtype} and shape {tuple(offsets.shape)}; they must be "
-            "int64 or int32, and of one dimension."
-        )
+    _check_type(f"'{path}'", "offsets", offsets)
     if not include_last_offset:
         return torch.cat([offsets.long(), offsets.new_full((1,), ids.numel(), dtype=torch.long)])
     if not offsets.numel():
@@ -220,7 +215,7 @@ def _without_padding(path: str, features: KeyedJaggedTensor, padding_idx: int) -
     check_batch(f"'{path}'", features, features.weights_or_none())
     ids, weights = features.values(), features.weights_or_none()
     keep = ids != padding_idx
-    kept_before = torch.cat([keep.new_zeros(1, dtype=torch.long), keep.cumsum(0)])
+    kept_before = torch.nn.functional.pad(keep.cumsum(0), (1, 0))
     return KeyedJaggedTensor(
         keys=[FEATURE],
         values=ids[keep],
@@ -231,6 +226,6 @@ def _without_padding(path: str, features: KeyedJaggedTensor, padding_idx: int) -
 
 
 def _as_ids(path: str, input: Tensor) -> Tensor:
-    if input.dtype not in (torch.int32, torch.int64):
+    if input.dtype not in _ID_TYPES:
         raise IdsError(f"'{path}' was called with ids of {input.dtype}; they must be int64 or int32.")
     return input.long()

@@ -133,9 +133,8 @@ def init_rows(table: Table, targets: list[TableShard], seed: int) -> None:
     """
     config, name = table.config, table.full_name
     assert config.init_fn is not None
-    for target in targets:
-        if target.tensor is None or target.num_rows == 0:
-            continue
+    for target in (target for target in targets if target.tensor is not None and target.num_rows):
+        assert target.tensor is not None
         for block in range(target.row // BLOCK_ROWS, (target.row + target.num_rows - 1) // BLOCK_ROWS + 1):
             start = block * BLOCK_ROWS
             rows = min(BLOCK_ROWS, config.num_embeddings - start)

@@ -16,18 +16,8 @@ from lightning_distrec.sharding.proxies import ShardedProxy
 Plain: TypeAlias = nn.Embedding | nn.EmbeddingBag
 Convert = Literal["auto", "all", "none"]
 HARMLESS = frozenset({
-    "__init__",
-    "reset_parameters",
-    "_fill_padding_idx_with_zero",
-    "extra_repr",
-    "__repr__",
-    "__module__",
-    "__doc__",
-    "__dict__",
-    "__weakref__",
-    "__annotations__",
-    "__firstlineno__",
-    "__static_attributes__",
+    *("__init__", "reset_parameters", "_fill_padding_idx_with_zero", "extra_repr", "__repr__", "__module__", "__doc__"),
+    *("__dict__", "__weakref__", "__annotations__", "__firstlineno__", "__static_attributes__"),
 })
 """What a subclass may have of its own and still be looked up as nn.Embedding is."""
 POOLINGS = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
@@ -46,9 +36,7 @@ class Conversion:
 
     def __post_init__(self) -> None:
         if isinstance(self.selected, str) and self.selected not in ("auto", "all", "none"):
-            raise ConfigError(
-                f"convert_embeddings={self.selected!r} is not known. Use 'auto', 'all', 'none' or a list of paths."
-            )
+            raise ConfigError(f"convert_embeddings={self.selected!r}: use 'auto', 'all', 'none' or a list of paths.")
         if self.min_rows < 1:
             raise ConfigError(f"min_rows={self.min_rows}: must be above 0.")
 
@@ -160,12 +148,12 @@ def _collection(path: str, plain: Plain) -> EmbeddingBagCollection | EmbeddingCo
         # As nn.Embedding draws its rows; for rows that get another id, and tables on meta.
         "init_fn": torch.nn.init.normal_,
     }
+    # On meta, so that no second table is made. The user's own Parameter object takes the place of its weight.
+    meta = torch.device("meta")
     if isinstance(plain, nn.EmbeddingBag):
-        bag_config = EmbeddingBagConfig(**options, pooling=POOLINGS[plain.mode])
-        # On meta, so that no second table is made. The user's own Parameter object takes the place of its weight.
-        bags = EmbeddingBagCollection(tables=[bag_config], device=torch.device("meta"))
+        bags = EmbeddingBagCollection([EmbeddingBagConfig(**options, pooling=POOLINGS[plain.mode])], device=meta)
         bags.embedding_bags[name].weight = plain.weight
         return bags
-    rows = EmbeddingCollection(tables=[EmbeddingConfig(**options)], device=torch.device("meta"))
+    rows = EmbeddingCollection([EmbeddingConfig(**options)], device=meta)
     rows.embeddings[name].weight = plain.weight
     return rows

@@ -151,16 +151,20 @@ def give_gradients(kernel: Any, shards: list[LocalShard]) -> None:
 
     shards: as `local_shards_of` returned them. Those whose weight needs no gradient when they are looked up get none.
     """
-    layout = _layout(kernel)
-    is_ascending = layout.tables == sorted(layout.tables)
-    sorter = RowSorter(layout.tables, [len(shard.weight) for shard in shards]) if is_ascending else None
-
+    assert kernel.weights_precision in (SparseType.FP32, SparseType.FP16)
+    tables = list(kernel.feature_table_map)
+    # Feature by feature: dims are those of the table (or column shard) that each feature looks up.
+    dims = [kernel.embedding_specs[table][1] for table in tables]
+    mode = kernel.pooling_mode
+    layout = _Layout(tables, dims, mode != PoolingMode.NONE, mode == PoolingMode.MEAN)
+    is_ascending = tables == sorted(tables)
+    sorter = RowSorter(tables, [len(shard.weight) for shard in shards]) if is_ascending else None
     marked: list[Any] = []
 
     def looked_up(_: nn.Module, __: Any, arguments: dict[str, Any], output: Tensor) -> Tensor | None:
         if not torch.is_grad_enabled():
             return None
-        ends = FeatureEnds(arguments["offsets"], len(layout.tables))
+        ends = FeatureEnds(arguments["offsets"], len(tables))
         rows = arguments["indices"]
         sorted_rows = None
         if sorter is not None and gpu.is_on_gpu(rows) and any(s.sparse and s.weight.requires_grad for s in shards):
@@ -213,18 +217,6 @@ class _Ids:
     """The rows in order, on a GPU where sparse gradients are wanted."""
 
 
-def _layout(kernel: Any) -> _Layout:
-    assert kernel.weights_precision in (SparseType.FP32, SparseType.FP16)
-    tables = list(kernel.feature_table_map)
-    # Feature by feature: dims are those of the table (or column shard) that each feature looks up.
-    return _Layout(
-        tables,
-        [kernel.embedding_specs[table][1] for table in tables],
-        kernel.pooling_mode != PoolingMode.NONE,
-        kernel.pooling_mode == PoolingMode.MEAN,
-    )
-
-
 class _Lookup(torch.autograd.Function):
     """Returns a kernel's output, and in backward turns its gradient into gradients of the shards' weights.
 
@@ -233,16 +225,9 @@ class _Lookup(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        output: Tensor,
-        layout: _Layout,
-        ids: _Ids,
-        shards: list[LocalShard],
-        used: set[str] | None,
-        *_: Tensor | None,
-    ) -> Tensor:
-        ctx.layout, ctx.ids, ctx.shards, ctx.used = layout, ids, shards, used
+    def forward(ctx: Any, output: Tensor, layout: _Layout, ids: _Ids, shards: list[LocalShard], *used: Any) -> Tensor:
+        """used: `LocalShard.used`, then the weights of ids and of shards."""
+        ctx.layout, ctx.ids, ctx.shards, ctx.used = layout, ids, shards, used[0]
         if ctx.needs_input_grad[5]:
             ctx.versions = _versions(shards)
         return output.view_as(output)
@@ -253,9 +238,7 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         needs_gradient = ctx.needs_input_grad[6:]
         weight_gradients = _weight_gradients(ctx, gradient) if ctx.needs_input_grad[5] else None
-        row_gradients: dict[int, list[tuple[Tensor, Tensor]]] = {
-            i: [] for i, needed in enumerate(needs_gradient) if needed
-        }
+        row_gradients: dict[int, list[Any]] = {i: [] for i, needed in enumerate(needs_gradient) if needed}
         for table, rows, values in _row_gradients(ctx.layout, ctx.ids, gradient):
             if table in row_gradients:
                 row_gradients[table].append((rows, values))

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType, PoolingType
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
     EmbeddingCollection,
@@ -208,7 +208,7 @@ def _managed_tables(path: str, managed: nn.Module) -> list[Table] | str:
     specs = specs_of(managed)
     if isinstance(specs, str):
         return specs
-    if odd := odd_dim(_configs(inner)) or _mapping_obstacle(inner, specs):
+    if odd := odd_dim(_configs(inner)):
         return odd
     inner_path = f"{path}.{EMBEDDINGS}" if path else EMBEDDINGS
     collisions = managed.get_submodule(COLLISIONS)
@@ -216,23 +216,6 @@ def _managed_tables(path: str, managed: nn.Module) -> list[Table] | str:
         Table(inner_path, config, inner, mapping=specs[config.name], collisions=collisions)
         for config in _configs(inner)
     ]
-
-
-def _mapping_obstacle(collection: Collection, specs: dict[str, MappingSpec]) -> str | None:
-    """Return why the mappings do not go together with a collection; None where they do."""
-    for config in _configs(collection):
-        hours, features = specs[config.name].ttl_by_feature, config.feature_names
-        if hours and len(hours) != len(features):
-            return f"table '{config.name}' has per_feature_ttl={list(hours)} for the features {features}"
-    if not any(spec.drops for spec in specs.values()):
-        return None
-    if not isinstance(collection, EmbeddingBagCollection):
-        return "disable_fallback=True leaves ids out, and the ranks that look sequences up do not know which"
-    if collection.is_weighted() or any(
-        config.pooling == PoolingType.MEAN for config in collection.embedding_bag_configs()
-    ):
-        return "disable_fallback=True leaves ids out, but not their weights, and means would count them"
-    return None
 
 
 def managed_module(table: Table) -> nn.Module | None:

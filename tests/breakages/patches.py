@@ -489,14 +489,6 @@ BREAKAGES = (
         ("unit/sharding/test_mch_mapping.py",),
     ),
     Breakage(
-        "keeps-ids-to-leave-out",
-        "lightning_distrec/sharding/mapping",
-        r"may_share=not self\.spec\.drops",
-        "may_share=True",
-        "With disable_fallback, ids without a row of their own get the row of another id.",
-        ("multiprocess/sharding/test_mapped_ids.py",),
-    ),
-    Breakage(
         "maps-on-every-rank",
         "lightning_distrec/strategies/tables",
         r"isinstance\(module\.get_submodule\(path\), MAPS_IDS\)",

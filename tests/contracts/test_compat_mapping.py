@@ -4,30 +4,31 @@ from typing import Any
 
 import torch
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.hash_mc_evictions import HashZchEvictionConfig, HashZchEvictionPolicyName
 from torchrec.modules.mc_modules import DistanceLFU_EvictionPolicy
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from lightning_distrec._compat import torchrec as _torchrec
 from lightning_distrec._compat import torchrec_collisions as _collisions
-from tests.support.adapted_models import EvictsByFeature
 from tests.support.mapped_models import ROWS, ManagedModel, hash_zch, loader, mch
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
 from tests.support.trainers import make_trainer
 
 
 def test_the_settings_of_hash_zch_are_those_that_it_was_built_with() -> None:
-    plain = {"policy": "", "ttl_hours": 0, "ttl_by_feature": (), "drops": False, "percent_reserved": 0.0}
+    plain = {"policy": "", "ttl_hours": 0, "percent_reserved": 0.0}
     assert _collisions.hash_zch_settings(hash_zch("users")) == plain
     evicts = hash_zch("users", evicts=True, opt_in_prob=100, percent_reserved_slots=25)
     actual = {"policy": "LRU_EVICTION", "ttl_hours": 1, "percent_reserved": 25}
     assert _collisions.hash_zch_settings(evicts) == plain | actual
-    features_values = EvictsByFeature().mc._managed_collision_collection._managed_collision_modules["goods"]
-    actual = {"policy": "PER_FEATURE_TTL_EVICTION", "ttl_by_feature": (1, 2)}
-    assert _collisions.hash_zch_settings(features_values) == plain | actual
-    assert _collisions.hash_zch_settings(hash_zch("users", disable_fallback=True)) == plain | {"drops": True}
+    by_feature = {
+        "eviction_policy_name": HashZchEvictionPolicyName.PER_FEATURE_TTL_EVICTION,
+        "eviction_config": HashZchEvictionConfig(features=["user"], per_feature_ttl=[1]),
+    }
     assert _collisions.hash_zch_difference(evicts, "users") == ""
     for options, reason in (
-        ({"disable_fallback": True, "no_bag": True}, "disable_fallback=True and no_bag=True"),
+        ({"disable_fallback": True}, "disable_fallback=True"),
+        (by_feature, "PER_FEATURE_TTL_EVICTION"),
         ({"opt_in_prob": 50, "percent_reserved_slots": 25}, "opt_in_prob below 100"),
         ({"track_id_freq": True}, "track_id_freq"),
         ({"output_segments": [0, 10, 24], "total_num_buckets": 2}, "output_segments of unequal size"),

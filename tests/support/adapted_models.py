@@ -5,11 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
-from torchrec.modules.hash_mc_evictions import HashZchEvictionConfig, HashZchEvictionPolicyName
 from torchrec.modules.mc_adapter import McEmbeddingBagCollectionAdapter
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 
-from tests.support.mapped_models import BUCKETS, FEATURES, ROWS, ManagedModel, hash_zch
+from tests.support.mapped_models import BUCKETS, FEATURES, ROWS, ManagedModel
 
 
 class Adapted(ManagedModel):
@@ -30,18 +29,6 @@ class Adapted(ManagedModel):
         features = KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"])
         actual: Tensor = self.over(self.mc.adapter(features).values()).squeeze(-1)
         return actual
-
-
-class EvictsByFeature(ManagedModel):
-    """Ids of one feature keep their rows for longer than those of another."""
-
-    def __init__(self, hours: tuple[int, ...] = (1, 2), **options: Any) -> None:
-        super().__init__(**options)
-        modules = self.mc._managed_collision_collection._managed_collision_modules
-        for name, features, own_part in (("users", ["user"], hours[:1]), ("goods", ["item", "shop"], hours[-2:])):
-            config = HashZchEvictionConfig(features=features[: len(own_part)], per_feature_ttl=list(own_part))
-            per_feature = HashZchEvictionPolicyName.PER_FEATURE_TTL_EVICTION
-            modules[name] = hash_zch(name, eviction_policy_name=per_feature, eviction_config=config)
 
 
 class _Own(ManagedCollisionEmbeddingBagCollection):

@@ -14,7 +14,7 @@ BLOCK, ROUNDS = 16, 8
 class LoopedMapping(IdMapping):
     """Learns by loops; the kernel says which row an id probes first."""
 
-    def learn(self, ids: Tensor, ttl_hours: Tensor | None = None) -> Tensor:
+    def learn(self, ids: Tensor) -> Tensor:
         spec = self.spec
         self.num_lookups += 1
         hour = id_mapping.current_hour()
@@ -22,8 +22,6 @@ class LoopedMapping(IdMapping):
         initial = hour if spec.counts_hours else self.protected_from
         state = {name: tensor.flatten().tolist() for name, tensor in self._all()}
         stamps = dict.fromkeys(ids.tolist(), stamp)
-        for i, hours in zip(ids.tolist(), [] if ttl_hours is None else ttl_hours.tolist(), strict=False):
-            stamps[i] = max(stamps[i], hour + hours)
         distinct, counted = torch.unique(ids, return_counts=True)
         firsts = self._probe(distinct, 1, may_share=True, among_own=True).tolist()
         probed = {i: self._probed(first) for i, first in zip(distinct.tolist(), firsts, strict=True)}

@@ -7,6 +7,7 @@ ids; sizes are known before.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -200,26 +201,27 @@ class ShortExchange(_Exchange):
         self._was_sent = self._has_arrived = True
 
 
+@dataclass(frozen=True)
 class BothExchanges:
     """The exchanges of a batch of which some lookups go the short path."""
 
-    def __init__(self, *exchanges: ShortExchange | IdsExchange) -> None:
-        self._exchanges = exchanges
+    short: ShortExchange
+    long: IdsExchange
 
     def send_ids(self) -> None:
         """Collective. Send the ids."""
-        for exchange in self._exchanges:
-            exchange.send_ids()
+        self.short.send_ids()
+        self.long.send_ids()
 
     def wait(self) -> None:
         """Wait for the ids."""
-        for exchange in self._exchanges:
-            exchange.wait()
+        self.short.wait()
+        self.long.wait()
 
     def drop(self) -> None:
         """Wait for what has been sent, and send no more."""
-        for exchange in self._exchanges:
-            exchange.drop()
+        self.short.drop()
+        self.long.drop()
 
 
 def start_exchange(

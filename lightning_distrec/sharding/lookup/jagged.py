@@ -15,22 +15,6 @@ def with_ids(features: KeyedJaggedTensor, ids: Tensor) -> KeyedJaggedTensor:
     return _like(features, ids, features.weights_or_none())
 
 
-def without_ids(features: KeyedJaggedTensor, ids: Tensor) -> KeyedJaggedTensor:
-    """Return unweighted `features` with other ids, (num_ids,), without those below 0: their bags become shorter."""
-    keeps = ids >= 0
-    ends = torch.nn.functional.pad(keeps.cumsum(0), (1, 0))[features.offsets().long()]
-    lengths = ends.diff().to(features.lengths().dtype)
-    variable = features.variable_stride_per_key()
-    return KeyedJaggedTensor(
-        keys=features.keys(),
-        values=ids[keeps],
-        lengths=lengths,
-        stride=None if variable else features.stride(),
-        stride_per_key_per_rank=features.stride_per_key_per_rank() if variable else None,
-        inverse_indices=features.inverse_indices_or_none(),
-    )
-
-
 def contiguous(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """Return `features` with contiguous tensors, as exchanges want them."""
     weights = features.weights_or_none()

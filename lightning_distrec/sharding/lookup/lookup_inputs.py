@@ -4,9 +4,8 @@ torchrec's sharded modules remember the keys of their first call, use weights th
 ignore, and ignore what they do not support; here each call is brought into one form.
 
 Ids are checked before they are sent: an id outside of its table must not look up another row. FBGEMM checks bounds in
-its kernels, but by then row-wise sharding has already mapped an id that is too large to some rank's shard, and the
-kernel sees a valid row of the wrong id. So the check runs on the rank that has the batch, and ranks agree on the
-result.
+its kernels, but by then row-wise sharding has mapped an id that is too large to some rank's shard, and the kernel sees
+a valid row of the wrong id. So the check runs on the rank that has the batch, and ranks agree on the result.
 """
 
 import warnings
@@ -35,9 +34,7 @@ class LookupInputs:
     """
 
     def __init__(self, setup: LookupSetup) -> None:
-        self._setup = setup
-        self._path = setup.path
-        self._name = f"'{self._path}'"
+        self._setup, self._path, self._name = setup, setup.path, f"'{setup.path}'"
         self._features = feature_names(setup.tables)
         plain = setup.tables[0].plain
         # nn.EmbeddingBag takes per_sample_weights, though its collection is not declared as weighted.

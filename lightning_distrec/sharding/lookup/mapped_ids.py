@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_distrec._compat.torch import in_backward, saved_tensors_are_hooked
 from lightning_distrec._compat.torchrec import route_by_bucket, row_wise_sharding
 from lightning_distrec.errors import ShardingError
-from lightning_distrec.sharding.lookup.jagged import with_ids, without_ids
+from lightning_distrec.sharding.lookup.jagged import with_ids
 from lightning_distrec.sharding.mapping.spec import RowsOfIds
 from lightning_distrec.sharding.row_gradients import LocalShard
 from lightning_distrec.sharding.shard_access import without_guards
@@ -47,9 +47,8 @@ class RowReset:
 class MappedIds:
     """The mappings of one collection.
 
-    sharded: torchrec's module, not called yet. mappings: name of a table -> its mapping; other row-wise tables have the
-    number of an id's row. num_rows: of every table of the collection, by name. resets: by name.
-    learns: whether new ids of the table with this name get rows now.
+    sharded: torchrec's module, not called yet. mappings, num_rows, resets: by name of a table; in row-wise tables
+    without a mapping, an id is the number of its row. learns: whether new ids of the table with this name get rows now.
     """
 
     def __init__(
@@ -64,8 +63,7 @@ class MappedIds:
         num_ranks, rank = dist.get_world_size(), dist.get_rank()
         self._mappings, self._resets, self._learns = mappings, resets, learns
         self._place, sharding = row_wise_sharding(sharded)
-        tables = [(table.name, len(table.feature_names)) for table in sharding.embedding_tables()]
-        self._tables = tables
+        self._tables = tables = [(table.name, len(table.feature_names)) for table in sharding.embedding_tables()]
         # torchrec gives ranks blocks of this size, rounded up; the last ones may have fewer rows, or none.
         self._first_rows = {name: rank * -(-num_rows[name] // num_ranks) for name, _ in tables}
         # Tables without a mapping keep torchrec's blocks: as buckets, one for each rank.
@@ -76,9 +74,12 @@ class MappedIds:
             for name, _ in tables
         }
         route_by_bucket(sharding, buckets, is_sequence)
-        changed = [table for table in sharding.embedding_tables() if table.name in mappings]
-        changed = [table for table in changed if mappings[table.name].changes_ids]
-        self._sent = {feature: mappings[table.name].sent for table in changed for feature in table.feature_names}
+        self._sent = {
+            feature: mappings[table.name].sent
+            for table in sharding.embedding_tables()
+            if table.name in mappings and mappings[table.name].changes_ids
+            for feature in table.feature_names
+        }
 
     def sent(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return features with their ids as they are sent. Raises IdsError: a user's hash function is wrong."""
@@ -107,28 +108,22 @@ class MappedIds:
             end = first + sum(counts[feature : feature + num_features])
             ids = features.values()[first:end].long()
             if name in self._mappings:
-                parts.append(self._rows_of(name, ids, counts[feature : feature + num_features]))
+                parts.append(self._rows_of(name, ids))
             else:
                 # Ids arrive as they are: it is torchrec's own input dist that subtracts the first row.
                 parts.append(ids - self._first_rows[name])
             feature, first = feature + num_features, end
-        rows = torch.cat(parts)
-        drops = any(mapping.spec.drops for mapping in self._mappings.values())
-        arrived[self._place] = without_ids(features, rows) if drops else with_ids(features, rows)
+        arrived[self._place] = with_ids(features, torch.cat(parts))
 
     def optimizer_stepped(self) -> None:
         """Rows that were looked up so far may be evicted from now on."""
         for mapping in self._mappings.values():
             mapping.optimizer_stepped()
 
-    def _rows_of(self, name: str, ids: Tensor, counts: list[int]) -> Tensor:
+    def _rows_of(self, name: str, ids: Tensor) -> Tensor:
         mapping = self._mappings[name]
         if self._learns(name):
-            ttl_hours = None
-            if mapping.spec.ttl_by_feature:
-                ttl_hours = torch.tensor(mapping.spec.ttl_by_feature, device=ids.device)
-                ttl_hours = ttl_hours.repeat_interleave(torch.tensor(counts, device=ids.device))
-            evicted = mapping.learn(ids) if ttl_hours is None else mapping.learn(ids, ttl_hours)
+            evicted = mapping.learn(ids)
             # Before the kernel reads them: an id must not start with another's row and optimizer state.
             if evicted.numel():
                 self._resets[name](evicted, mapping.ids.view(-1)[evicted])

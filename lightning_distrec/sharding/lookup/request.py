@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 _TYPES = (None, torch.int64, torch.int32, torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _LEARNED = "any type that need a gradient"
-_FORM = (_TYPES, _TYPES, (*_TYPES, _LEARNED), (False, True))
-"""The values of each part of a form: type of ids, of lengths, of weights, whether batch sizes are unequal."""
+_FORMS = list(product(_TYPES, _TYPES, (*_TYPES, _LEARNED), (False, True)))
+"""Type of ids, of lengths, of weights, whether batch sizes are unequal."""
 NO_FORM = 0
 
 
@@ -101,43 +102,26 @@ def form_of(features: KeyedJaggedTensor, learns_weights: bool = False) -> int:
     weights = features.weights_or_none()
     weights_type: Any = _LEARNED if learns_weights else None if weights is None else weights.dtype
     parts = (features.values().dtype, features.lengths().dtype, weights_type, features.variable_stride_per_key())
-    return _encode_form(parts)
+    return _number_form(parts)
 
 
 @cache
-def _encode_form(parts: tuple[Any, ...]) -> int:
-    """Return the number of a form. Raises ValueError: a part is none of its values."""
-    number = 0
-    for part, values in zip(parts, _FORM, strict=True):
-        number = number * len(values) + values.index(part)
-    return number
-
-
-def _decode_form(number: int) -> tuple[Any, ...]:
-    """Return the parts of a form."""
-    parts: list[Any] = []
-    for values in reversed(_FORM):
-        number, place = divmod(number, len(values))
-        parts.insert(0, values[place])
-    return tuple(parts)
+def _number_form(parts: Any) -> int:
+    return _FORMS.index(parts)
 
 
 def describe_form(form: int) -> str:
     """Return a form in words."""
-    ids, lengths, weights, is_unequal = _decode_form(form)
+    ids, lengths, weights, is_unequal = _FORMS[form]
     words = [f"ids of {ids}", f"lengths of {lengths}", "no weights" if weights is None else f"weights of {weights}"]
     return ", ".join(words + (["a batch size for each feature"] if is_unequal else []))
 
 
 class LookupConsensus:
-    """What ranks agree on about each lookup of one collection.
-
-    path: of the collection in the LightningModule.
-    """
+    """What ranks agree on about each lookup of the collection at `path`."""
 
     def __init__(self, path: str, ranks: Ranks) -> None:
-        self._path = path
-        self._ranks = ranks
+        self._path, self._ranks = path, ranks
 
     def agree(self, request: LookupRequest) -> tuple[int, int]:
         """Collective. Return the minimum and maximum number of examples over ranks.

@@ -77,22 +77,19 @@ class ShardedLookup:
         indices or types do not fit; or what `make_features` raises.
         """
         with OWN:
-            return self._exchange_and_look_up(make_features)
-
-    def _exchange_and_look_up(self, make_features: Callable[[], Any]) -> LookedUp:
-        try:
-            request = self.prepare(make_features())
-        except Exception as problem:  # the others are on their way into the exchange, and must learn of it there
-            request = LookupRequest(lookup=self, features=self._inputs.empty(), problem=problem)
-        if self._agrees_first:  # sizes must be known before ids are sent, or the exchange does not reach all ranks
-            request.sizes = self._consensus.agree(request)
-        exchange = IdsExchange([request], self._consensus.values_to_send(request))
-        values = exchange.values_of_ranks()
-        if not self._agrees_first:
-            request.sizes = self._consensus.agree_on(values, request)
-        exchange.wait()
-        self.note_call(request)
-        return self.look_up(request)
+            try:
+                request = self.prepare(make_features())
+            except Exception as problem:  # the others are on their way into the exchange, and must learn of it there
+                request = LookupRequest(lookup=self, features=self._inputs.empty(), problem=problem)
+            if self._agrees_first:  # sizes must be known before ids are sent, or the exchange does not reach all ranks
+                request.sizes = self._consensus.agree(request)
+            exchange = IdsExchange([request], self._consensus.values_to_send(request))
+            values = exchange.values_of_ranks()
+            if not self._agrees_first:
+                request.sizes = self._consensus.agree_on(values, request)
+            exchange.wait()
+            self.note_call(request)
+            return self.look_up(request)
 
     def prepare(self, features: Any) -> LookupRequest:
         """Return the lookup of `features`, of which nothing has left this rank. Raises ShardingError as a call does."""

@@ -26,12 +26,10 @@ class ShortPath:
     """The short path of one collection. kernel: looks up ids (num_ids,) with offsets; None: this rank has no rows."""
 
     def __init__(self, sharding: PooledSharding, kernel: Kernel | None, device: torch.device) -> None:
-        self.sharding = sharding
+        self.sharding, self._kernel, self._device = sharding, kernel, device
         self.num_ranks = sharding.group.size()
         local_features = sharding.features[sharding.group.rank()]
         self.num_features = len(local_features)
-        self._kernel = kernel
-        self._device = device
         self._keys: list[str] = []
         self._order: list[int] = []
         self._order_on_device: Tensor | None = None
@@ -70,9 +68,8 @@ class ShortPath:
 
     def _set_keys(self, keys: list[str]) -> None:
         self._keys, self._order = list(keys), [keys.index(name) for name in self._sent]
-        is_permuted = self._order != list(range(len(keys)))
         self._order_on_device = None
-        if is_permuted:
+        if self._order != list(range(len(keys))):
             self._order_on_device = torch.tensor(self._order, dtype=torch.int32, device=self._device)
 
     def num_lengths(self, examples: int) -> list[int]:
@@ -105,10 +102,7 @@ class ShortIds:
     def __init__(
         self, path: ShortPath, examples: int, lengths: Tensor, ids: Tensor, counts: list[int] | gpu.HostCopy
     ) -> None:
-        self.path = path
-        self.examples = examples
-        self.lengths, self.ids = lengths, ids
-        self._counts = counts
+        self.path, self.examples, self.lengths, self.ids, self._counts = path, examples, lengths, ids, counts
         self.arrived: tuple[Tensor, Tensor]
         """What this rank looks up, once it has arrived: ids and offsets."""
 

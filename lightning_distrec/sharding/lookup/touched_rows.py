@@ -7,6 +7,7 @@ numbers are gathered first and many flags are written together: they are in no c
 """
 
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -62,9 +63,7 @@ class TouchedRows:
 class _KernelRows:
     def __init__(self, kernel: Any, shards: list[LocalShard]) -> None:
         self._shards = shards
-        self._firsts = [0]
-        for shard in shards:
-            self._firsts.append(self._firsts[-1] + len(shard.weight))
+        self._firsts = [0, *accumulate(len(shard.weight) for shard in shards)]
         device = shards[0].weight.device
         self.flags = torch.zeros(self._firsts[-1], dtype=torch.bool, device=device)
         # A kernel on a GPU writes all flags of a step at once.
@@ -88,23 +87,17 @@ class _KernelRows:
         self.flags.zero_()
 
     def flags_by_shard(self) -> list[tuple[LocalShard, Tensor]]:
-        return [
-            (shard, self.flags[first:end])
-            for shard, first, end in zip(self._shards, self._firsts[:-1], self._firsts[1:], strict=True)
-        ]
+        places = zip(self._shards, pairwise(self._firsts), strict=True)
+        return [(shard, self.flags[first:end]) for shard, (first, end) in places]
 
     def _looked_up(self, _: nn.Module, __: Any, arguments: dict[str, Any], output: Tensor) -> None:
         if output.requires_grad:
             ids, offsets = arguments["indices"], arguments["offsets"]
             sizes = arguments.get("batch_size_per_feature_per_rank")
-
-            def note(_: Tensor) -> None:
-                self._note(ids, offsets, sizes)
-
             # Not noted in the forward: rows of a lookup without a backward do not change.
-            output.register_hook(note)
+            output.register_hook(partial(self._note, ids, offsets, sizes))
 
-    def _note(self, ids: Tensor, offsets: Tensor, batch_sizes: list[list[int]] | None) -> None:
+    def _note(self, ids: Tensor, offsets: Tensor, batch_sizes: list[list[int]] | None, _: Tensor) -> None:
         """ids: (num_ids,), feature by feature. offsets: (num_features * batch_size + 1,), where bags begin in `ids`.
 
         batch_sizes: feature -> rank -> bags, where features have unequal batch sizes.

@@ -72,41 +72,34 @@ class IdMapping(RowsOfIds):
         self._num_free = None
 
     def find(self, ids: Tensor) -> Tensor:
-        """Return the rows of `ids`, (num_ids,) each, counted from this rank's first one; -1: it is to be left out."""
-        return self._probe(ids, self.spec.max_probe, may_share=not self.spec.drops)
+        """Return the rows of `ids`, (num_ids,) each, counted from this rank's first one."""
+        return self._probe(ids, self.spec.max_probe, may_share=True)
 
     @torch.no_grad()
-    def learn(self, ids: Tensor, ttl_hours: Tensor | None = None) -> Tensor:
-        """Let new ids have rows, and note the use of the others. Return the rows that an id was evicted from.
-
-        ttl_hours: of each id, where features have their own.
-        """
+    def learn(self, ids: Tensor) -> Tensor:
+        """Let new ids have rows, and note the use of the others. Return the rows that an id was evicted from."""
         spec = self.spec
         self.num_lookups += 1
         hour = current_hour()
         stamp = hour + spec.ttl_hours if spec.counts_hours else self.num_lookups
-        all_ids = ids
         # Ascending, each once: the outcome does not depend on the order of examples, nor on their ranks.
         ids, num_sights = torch.unique(ids, return_counts=True)
-        num_sights, stamps = num_sights.int(), torch.full_like(num_sights, stamp, dtype=torch.int32)
-        if ttl_hours is not None:
-            # An id of several features stays for the longest of their times.
-            stamps.scatter_reduce_(0, torch.searchsorted(ids, all_ids), ttl_hours.int() + hour, "amax")
+        num_sights = num_sights.int()
         rows, new, windows = self._look_for(ids)
         present = (rows >= 0).nonzero().squeeze(1)
-        self._note_use(rows[present], stamps[present], num_sights[present])
+        self._note_use(rows[present], stamp, num_sights[present])
         self.counts.looked_up += ids.numel()
         if not new.numel():
             return new
-        ids, num_sights, stamps = ids[new], num_sights[new], stamps[new]
+        ids, num_sights = ids[new], num_sights[new]
         if spec.min_sights > 1:
             num_sights, admitted = self._admitted(windows[:, 0], num_sights)
-            ids, windows, num_sights, stamps = (values[admitted] for values in (ids, windows, num_sights, stamps))
+            ids, windows, num_sights = (values[admitted] for values in (ids, windows, num_sights))
         rows, evicted = self._take_rows(ids, windows, stamp, hour)
         has_row = (rows >= 0).nonzero().squeeze(1)
         rows = rows[has_row]
         self.ids.view(-1).index_copy_(0, rows, ids[has_row])
-        self._note_use(rows, stamps[has_row], num_sights[has_row], first_use=True)
+        self._note_use(rows, stamp, num_sights[has_row], first_use=True)
         self.counts.evicted += evicted.numel()
         self.counts.shared += new.numel() - rows.numel()
         return evicted
@@ -144,8 +137,8 @@ class IdMapping(RowsOfIds):
         )
         return rows  # type: ignore[no-any-return]
 
-    def _note_use(self, rows: Tensor, stamps: Tensor, num_sights: Tensor, first_use: bool = False) -> None:
-        self.used.view(-1).index_copy_(0, rows, stamps)
+    def _note_use(self, rows: Tensor, stamp: int, num_sights: Tensor, first_use: bool = False) -> None:
+        self.used.view(-1).index_fill_(0, rows, stamp)
         if self.sights.numel():
             sights = self.sights.view(-1)
             sights.index_copy_(0, rows, num_sights) if first_use else sights.index_add_(0, rows, num_sights)

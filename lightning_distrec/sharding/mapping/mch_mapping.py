@@ -91,7 +91,7 @@ class MchMapping(RowsOfIds):
         return torch.where(has_own, rows, shared)
 
     @torch.no_grad()
-    def learn(self, ids: Tensor, ttl_hours: Tensor | None = None) -> Tensor:
+    def learn(self, ids: Tensor) -> Tensor:
         """Note the ids, and once in an interval let them have rows. Return the rows that an id was evicted from."""
         self.num_lookups += 1
         distinct, times = torch.unique(ids, return_counts=True)

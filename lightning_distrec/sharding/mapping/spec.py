@@ -48,10 +48,6 @@ class MappingSpec:
     ttl_hours: int = 0
     min_sights: int = 1
     """How often an id is looked up in training until it gets a row of its own."""
-    drops: bool = False
-    """Whether ids without a row of their own are left out of their bags, in place of sharing one."""
-    ttl_by_feature: tuple[int, ...] = ()
-    """In place of `ttl_hours`: those of the table's features, in order. An id of several has the most."""
     managed: bool = False
     """Whether it is that of a ManagedCollisionCollection, whose names its state has."""
 
@@ -152,8 +148,6 @@ def spec_of(module: Any, name: str) -> MappingSpec | str:
         num_reserved=math.floor(rows * settings["percent_reserved"] / 100 / buckets),
         policy=policies.get(settings["policy"], "ttl"),
         ttl_hours=settings["ttl_hours"],
-        ttl_by_feature=settings["ttl_by_feature"],
-        drops=settings["drops"],
         managed=True,
     )
 
@@ -220,15 +214,12 @@ class RowsOfIds(ABC):
         self._first_bucket = first_bucket
 
     @abstractmethod
-    def learn(self, ids: Tensor, ttl_hours: Tensor | None = None) -> Tensor:
-        """Let new ids have rows, and note the use of the others. Return the rows that an id was evicted from.
-
-        ttl_hours: of each id, where features have their own.
-        """
+    def learn(self, ids: Tensor) -> Tensor:
+        """Let new ids have rows, and note the use of the others. Return the rows that an id was evicted from."""
 
     @abstractmethod
     def find(self, ids: Tensor) -> Tensor:
-        """Return the rows of `ids`, (num_ids,) each, counted from this rank's first one; -1: it is to be left out."""
+        """Return the rows of `ids`, (num_ids,) each, counted from this rank's first one."""
 
     @abstractmethod
     def optimizer_stepped(self) -> None:

@@ -105,7 +105,6 @@ def test_what_cannot_be_known_ahead_is_looked_up_as_it_is_called(name: str) -> N
 def test_a_call_that_differs_after_the_trial_is_an_error_on_all_ranks_that_names_the_switch() -> None:
     for rank, fitted in enumerate(run_on_warm_ranks(models.fit, 2, ["schedule_after"])):
         assert fitted.error.startswith("ProvenanceError"), (rank, fitted.error)
-        assert "aten.add.Tensor" in fitted.error
         assert "prefetch={'computed_ids': False}" in fitted.error
         assert len(fitted.losses) == 8
 
@@ -126,7 +125,6 @@ def test_all_ranks_hear_of_a_call_that_differs_on_one_of_them() -> None:
     first, other = run_on_warm_ranks(models.fit_each, 2, BESIDE)
     for names, found_there, fitted in zip(BESIDE, other, first, strict=True):
         assert found_there.error.startswith("ProvenanceError: 'tables."), (names, found_there.error)
-        assert "aten." in found_there.error
         assert "prefetch={'computed_ids': False}" in found_there.error
         if names == ("zeros_fail_between_on_rank_1",):
             assert fitted.error.startswith("RankError: rank 1 failed inside of its step")

@@ -19,7 +19,7 @@ from lightning_distrec.serving.artifact import export_for_serving
 from lightning_distrec.sharding.mapping import id_mapping
 from lightning_distrec.sharding.mapping.spec import specs_of
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
-from tests.support.adapted_models import Adapted, EvictsByFeature, MapsByHand, Subclassed
+from tests.support.adapted_models import Adapted, MapsByHand, Subclassed
 from tests.support.click_model import seeded
 from tests.support.embedding_models import too_far, whole_state
 from tests.support.mapped_models import (
@@ -148,22 +148,15 @@ def _train_by_hand(kind: type[ManagedModel], options: dict[str, Any], steps: int
             per_feature = list(batch["ids"].split(batch["lengths"].view(len(FEATURES), -1).sum(1).tolist()))
             for mapping, weight, first_rows, features in tables.values():
                 ids = torch.cat([per_feature[feature] for feature in features])
-                hours = [torch.cat([torch.full_like(per_feature[f], h) for f, h in zip(features, ttl, strict=True)])
-                         for ttl in [mapping.spec.ttl_by_feature] if ttl]  # fmt: skip
-                evicted = mapping.learn(ids, *hours)
+                evicted = mapping.learn(ids)
                 with torch.no_grad():
                     weight[evicted] = first_rows[mapping.ids.view(-1)[evicted] % len(first_rows)]
                     for state in optimizer.state[weight].values():
                         if state.dim():
                             state[evicted] = 0.0
                 for feature in features:
-                    has_row = torch.isin(per_feature[feature], mapping.ids)
                     per_feature[feature] = mapping.find(per_feature[feature])
-                    if mapping.spec.drops:
-                        per_feature[feature][~has_row] = -1
-            rows, bags = torch.cat(per_feature), torch.arange(len(batch["lengths"])).repeat_interleave(batch["lengths"])
-            lengths = torch.bincount(bags[rows >= 0], minlength=len(batch["lengths"]))
-            features = KeyedJaggedTensor(FEATURES, rows[rows >= 0], lengths=lengths)
+            features = KeyedJaggedTensor(FEATURES, torch.cat(per_feature), lengths=batch["lengths"])
             scores = model.over(tables_of_rows(features).values()).squeeze(-1)
             optimizer.zero_grad()
             torch.nn.functional.binary_cross_entropy_with_logits(scores, batch["label"]).backward()
@@ -181,8 +174,6 @@ def _first_rows(config: Any) -> Tensor:
 EVICTING: dict[str, tuple[type[ManagedModel], dict[str, Any]]] = {
     "fused": (ManagedModel, {"evicts": True}),
     "dense": (ManagedModel, {"evicts": True, "optimizer": "Adam"}),
-    "left out": (ManagedModel, {"evicts": True, "disable_fallback": True}),
-    "by feature": (EvictsByFeature, {}),
 }
 
 
@@ -297,8 +288,7 @@ REFUSED: dict[str, tuple[type[ManagedModel], dict[str, Any], dict[str, Any], str
     "subclass": (Subclassed, {}, {}, "_Own is a subclass and may map ids in another way. Unsharded, each of 2 ranks"),
     "by hand": (MapsByHand, {}, {}, "ManagedCollisionCollection is used outside of a ManagedCollisionEmbedding"),
     "unserved": (ManagedModel, {"track_id_freq": True}, {}, "HashZchManagedCollisionModule with track_id_freq"),
-    "sequences": (ManagedSequences, {"disable_fallback": True}, {}, "the ranks that look sequences up do not know"),
-    "hours": (EvictsByFeature, {"hours": (1,)}, {}, "per_feature_ttl=[1] for the features ['item', 'shop']"),
+    "left out": (ManagedModel, {"disable_fallback": True}, {}, "HashZchManagedCollisionModule with disable_fallback"),
 }
 
 

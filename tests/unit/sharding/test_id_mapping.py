@@ -60,7 +60,6 @@ SPECS = {
     "none": MappingSpec(240, BUCKETS, max_probe=40, min_sights=3, num_reserved=2),
     "ttl": MappingSpec(60, BUCKETS, max_probe=5, policy="ttl", ttl_hours=1),
     "ttl_lru": MappingSpec(150, BUCKETS, max_probe=128, policy="ttl_lru", ttl_hours=2, num_reserved=3),
-    "ttl by feature": MappingSpec(60, BUCKETS, max_probe=5, policy="ttl", ttl_by_feature=(0, 3)),
     "one bucket": MappingSpec(200, 1, policy="lru", num_reserved=3),
 }
 
@@ -74,8 +73,7 @@ def test_rows_are_those_of_a_loop_over_ids(name: str, monkeypatch: pytest.Monkey
         monkeypatch.setattr(id_mapping, "current_hour", lambda hour=1000 + step: hour)
         draw = torch.Generator().manual_seed(step)
         ids = (torch.rand(size, generator=draw) ** 2 * kinds).long()
-        ttl_hours = [torch.arange(size) % 2 * 3] if spec.ttl_by_feature else []
-        evicted, expected = fast.learn(ids, *ttl_hours), loop.learn(ids, *ttl_hours)
+        evicted, expected = fast.learn(ids), loop.learn(ids)
         assert torch.equal(evicted.sort().values, expected.sort().values)
         torch.testing.assert_close(fast.tensors, loop.tensors, rtol=0, atol=0)
         assert fast.counts == loop.counts
