@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_distrec.prefetch.recorder import (
-    Constant,
     Guards,
     HeldTensor,
     Number,
@@ -66,7 +66,6 @@ class Replay:
 
     def __init__(self, roots: BatchRoots) -> None:
         self.results: dict[int, Any] = {}
-        """Operation -> its outputs."""
         self._roots = roots
 
     def run(self, index: int, operation: Operation) -> None:
@@ -91,9 +90,7 @@ class Replay:
             return values.pop()
         if kind is list or kind is tuple:
             return kind(self.value(child) for child in part)
-        if kind is HeldTensor:
-            return part.read()
-        return part.value if kind is Constant else part
+        return part.read() if kind is HeldTensor else part
 
     def _number(self, origin: Origin) -> Any:
         if origin[0] == "const":
@@ -118,7 +115,7 @@ class Variant:
         self._recording = computed[0].recording if computed else None
         self._paths = list(dict.fromkeys(path for source in computed for path in source.paths))
         parts = [part for source in computed for part in source.parts]
-        self.constants = [part.value for part in parts if isinstance(part, Constant)]
+        self.constants = [part for part in parts if isinstance(part, Tensor)]
         self.held = {part.name: part for part in parts if isinstance(part, HeldTensor)}
         self.shapes: set[Shapes] = {self._shapes_of(roots)}
         self._default_dtype = torch.get_default_dtype()
@@ -207,7 +204,7 @@ class Variant:
                 return places[part.operation], part.output
             if isinstance(part, (list, tuple)):
                 return [form(child) for child in part]
-            return "number" if isinstance(part, Number) else repr(part)
+            return type(part).__name__ if isinstance(part, (Number, Tensor)) else repr(part)
 
         operations = [(step.function, form([step.args, *step.kwargs.values()])) for step in self.operations.values()]
         guards = [(places[i], form(guard)) for i, guard in self.guards.items()]
@@ -298,8 +295,6 @@ class Trial:
         self.order = order
         self.calls: dict[str, list[ComputedCall]] = {path: [] for path in paths}
         self._num_steps = 0
-        self._irregular: set[str] = set()
-        """Tables that are not called equally often in all steps."""
 
     @property
     def is_over(self) -> bool:
@@ -312,17 +307,15 @@ class Trial:
             variants = recorded.get(path, ())
             if not self._num_steps:
                 calls += [ComputedCall(path, place) for place in range(len(variants))]
-            elif len(variants) != len(calls):
-                self._irregular.add(path)  # the n-th call of one step may be another one in the next step
-            for call, variant in zip(calls, variants, strict=False):
+            elif len(variants) != len(calls):  # the n-th call of one step may be another one in the next step
+                variants = [IRREGULAR] * len(calls)
+            for call, variant in zip(calls, variants, strict=True):
                 call.learn(variant)
         self._num_steps += 1
 
     def agree(self, ranks: Ranks) -> tuple[list[ComputedCall], dict[str, str]]:
         """Collective. Return the calls that all ranks prefetch, and why others are not: table -> reason."""
         refusals = {path: [call.refused for call in calls] for path, calls in self.calls.items()}
-        # Calls can be distinguished by their place only where each step makes as many.
-        refusals |= {path: [IRREGULAR for _ in refusals[path]] for path in self._irregular}
         gathered: list[dict[str, list[str]]] = ranks.all_gather(refusals)
         usable: list[ComputedCall] = []
         reasons: dict[str, str] = {}

@@ -96,11 +96,8 @@ class InFlightBatch:
     def __init__(self, kind: str, state: int, failure: Exception | None = None) -> None:
         self.kind, self.state, self.failure = kind, state, failure
         self.batch: Any = None
-        """As the step gets it."""
         self.loader_states: Any = None
-        """The loaders' states once this batch was drawn."""
         self.indices: tuple[int, int] = (0, 0)
-        """batch_idx and dataloader_idx."""
         self.roots = BatchRoots(None)
         """What provenance looks at: the batch, and what the module declares."""
         self.copied: Any = None
@@ -110,7 +107,6 @@ class InFlightBatch:
         self.prefetched: list[PrefetchedLookup] | None = None
         """None: nothing can be sent ahead, on some rank at least."""
         self.preparation_failure = ""
-        """Why nothing could be prepared on this rank."""
         self.unready: list[ComputedCall] = []
         """Calls whose input cannot be computed ahead of this batch's step on this rank."""
         self.exchange: Any = None
@@ -283,7 +279,7 @@ def _describe_difference(call: PrefetchedCall) -> str:
     if isinstance(call, ComputedCall):
         return (
             f"'{call.path}' is called with another input than its operations computed ahead of the step; its ids "
-            "have already been sent. Something that it depends on has changed since the first steps. "
+            "have been sent. Something that it depends on has changed since the first steps. "
             f"{advice}{{'computed_ids': False}} to look up what the step computes as it is called."
         )
     return (

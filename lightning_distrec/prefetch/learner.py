@@ -27,7 +27,6 @@ class Learner:
         self.calls: dict[str, StepCalls] = {}
         """Kind of step -> its calls that are prefetched, alike on all ranks."""
         self.is_recording = False
-        """Whether calls of the step that is running are to be noted."""
         self._ranks, self._warn, self._record = ranks, warn, record
         self._has_reported_unlike = False
         self._trials: dict[str, Trial] = {}

@@ -5,7 +5,7 @@ Used in the first steps of each kind, and where a later batch is unlike them. co
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -62,13 +62,6 @@ class HeldTensor:
         return False
 
 
-@dataclass(frozen=True, eq=False)
-class Constant:
-    """A tensor that the step makes of Python numbers: torch.tensor([...])."""
-
-    value: Tensor = field(repr=False)
-
-
 @dataclass(frozen=True)
 class Result:
     """One output of a recorded operation."""
@@ -77,7 +70,8 @@ class Result:
     output: int
 
 
-Input = PathSource | HeldTensor | Constant | Result
+Input = PathSource | HeldTensor | Tensor | Result
+"""A Tensor is one that the step makes of Python numbers: torch.tensor([...])."""
 Origin = tuple[Any, ...]
 """Where a number may come from: ("const", value), ("size", path, dim), ("numel", path), or ("read", operation), for one
 that Python has read."""
@@ -157,7 +151,6 @@ class Recorder:
         self._spoiled: dict[int, str] = {}
         """Storage of the batch, or of what is computed, that was written to -> a reason to refuse what reads it."""
         self._failure = ""
-        """Why no more is recorded."""
         self._sources: dict[int, tuple[Tensor, Input]] = {}
         """id of a tensor that can be computed ahead -> it, so that its id stays its own, and where it comes from."""
         self._storages: dict[int, str] = {}
@@ -166,7 +159,6 @@ class Recorder:
         # are freed as usual.
         self._refused: Any = WeakIdKeyDictionary()
         self.has_read = False
-        """Whether Python has read a value."""
         self.guards: Guards = {}
         """What Python has read, without the numbers that an operation was given later."""
         self._origins: dict[int, set[Origin]] = {}
@@ -253,7 +245,7 @@ class Recorder:
         # Dispatched for what Python has made, by torch.tensor([...]) or from_numpy, before the user gets it: no other
         # operation shows its values.
         if function is aten.lift_fresh.default:
-            self._add(output, Constant(args[0].detach().clone()))
+            self._add(output, args[0].detach().clone())
             return
         inputs, outputs = _tensors_in((args, kwargs)), _tensors_in(output)
         reason = self._refusal(function, inputs)

@@ -45,9 +45,9 @@ def check_batch(
     if carried is not None and (
         carried.shape != values.shape or (weights is not None and not carried.is_floating_point())
     ):
+        shape = tuple(carried.shape)
         raise IdsError(
-            f"{call} has {values.numel()} ids, and weights of {carried.dtype} and shape {tuple(carried.shape)}. Give "
-            "each id one weight, of a floating point type."
+            f"{call} has {values.numel()} ids, and weights of {carried.dtype} and shape {shape}: one float each."
         )
     bags = _check_number_of_lengths(call, features, lengths.numel())
     if not lengths.numel():
@@ -71,10 +71,7 @@ def check_batch(
         raise IdsError(f"{call} has offsets that begin with {first}; they must begin with 0.")
     extremes = (numbers.pop(0), numbers.pop(0)) if smallest_and_largest else NO_IDS
     if shortest < 0:
-        raise IdsError(
-            f"{call} has a bag of {shortest} ids{_bag_text(features, lengths)}. Lengths must be 0 or more, and offsets "
-            "must never fall."
-        )
+        raise IdsError(f"{call} has a bag of {shortest} ids{_bag_text(features, lengths)}. Offsets must never fall.")
     if longest > values.numel() or sum(numbers) != values.numel():  # a sum of huge lengths may have overflowed
         raise IdsError(
             f"{call} has {values.numel()} ids, but its lengths add up to {sum(numbers)}"
@@ -119,10 +116,8 @@ def _read(on_gpu: bool, *tensors: Tensor) -> list[int]:
 
 def _check_type(call: str, name: str, tensor: Tensor) -> None:
     if tensor.dtype not in _ID_TYPES or tensor.dim() != 1:
-        raise IdsError(
-            f"{call} has {name} of {tensor.dtype} and shape {tuple(tensor.shape)}. They must be int64 or int32, and of "
-            "one dimension."
-        )
+        text = f"{call} has {name} of {tensor.dtype} and shape {tuple(tensor.shape)}"
+        raise IdsError(f"{text}. They must be int64 or int32, and of one dimension.")
 
 
 def _check_number_of_lengths(call: str, features: KeyedJaggedTensor, number: int) -> int | None:
@@ -132,10 +127,8 @@ def _check_number_of_lengths(call: str, features: KeyedJaggedTensor, number: int
         return stride
     bags = features.stride_per_key() if variable else [features.stride()] * len(keys)
     if len(bags) != len(keys) or number != sum(bags) or min(bags, default=0) < 0:
-        raise IdsError(
-            f"{call} has {number} lengths, but {sum(bags)} are needed{_list_counts(keys, bags)}. Give every feature "
-            "one length for each example, 0 for an empty bag."
-        )
+        counts = _list_counts(keys, bags)
+        raise IdsError(f"{call} has {number} lengths, but {sum(bags)} are needed{counts}: one for each example.")
     return None
 
 
@@ -177,10 +170,8 @@ def bags_call(
     the values.
     """
     if weights is not None and weights.shape != input.shape:
-        raise IdsError(
-            f"'{path}' was called with per_sample_weights of shape {tuple(weights.shape)} and ids of shape "
-            f"{tuple(input.shape)}; they must be the same."
-        )
+        shapes = f"per_sample_weights of shape {tuple(weights.shape)} and ids of shape {tuple(input.shape)}"
+        raise IdsError(f"'{path}' was called with {shapes}; they must be the same.")
     ids = _as_ids(path, input)
     features = KeyedJaggedTensor(
         keys=[FEATURE],

@@ -58,7 +58,6 @@ class ShardedProxy(_RefusesQuantizing, HoldsMappings):
     keys: dict[str, str]
     """Name of a weight in the unsharded module's state_dict -> its name in that of torchrec's module."""
     sharded_state_dict: Callable[[], Mapping[str, Any]]
-    """That of torchrec's module."""
     load: Callable[[str, Tensor], str]
     """Loads a table, by its name in the state_dict of torchrec's module; returns what is wrong, or ""."""
 
@@ -130,9 +129,8 @@ class _WithoutRows(_RefusesQuantizing, nn.Module):
 
     def forward(self, *args: Any, **options: Any) -> Any:
         raise ShardingError(
-            "a copy of a module with sharded tables was called; its tables hold no rows. To get a copy, call "
-            "trainer.strategy.unshard() on every rank after the run, and copy the module then; or save a checkpoint "
-            "and load it into a new module."
+            "a copy of a module with sharded tables was called; its tables hold no rows. Call trainer.strategy."
+            "unshard() on every rank after the run, and copy the module then; or load a checkpoint into a new one."
         )
 
 
@@ -140,7 +138,6 @@ class _GuardedWeight(nn.Module):
     """Has a weight for optimizers, and for elementwise operations; reading it otherwise raises."""
 
     table: str
-    """The table's full name."""
 
     def __getattr__(self, name: str) -> Any:
         # Parameters are not in `__dict__`, so that Python asks __getattr__ at every read of `.weight`.
@@ -173,7 +170,6 @@ class _PlainProxy(ShardedProxy, _GuardedWeight):
     """A proxy of an nn.Embedding or nn.EmbeddingBag."""
 
     weight_dtype: torch.dtype
-    """Of the unsharded weight."""
 
     def _in_weight_dtype(self, looked_up: Tensor) -> Tensor:
         # The Trainer's precision decides about float32.
@@ -243,7 +239,6 @@ class ProxyWeight:
     """What a proxy has in the place of one weight."""
 
     table: str
-    """The table's full name."""
     sharded_key: str
     """The weight's name in the state_dict of torchrec's module."""
     shards: list[nn.Parameter]

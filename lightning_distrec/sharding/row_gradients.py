@@ -122,9 +122,7 @@ class LocalShard:
     weight: nn.Parameter
     """(num_rows, num_columns), a leaf that shares the kernel's memory; empty where this rank has no rows."""
     row: int = 0
-    """Its first row in the table."""
     column: int = 0
-    """Its first column in the table."""
     sparse: bool = True
     """Whether its gradient holds the rows that were looked up only."""
     replicated: bool = False

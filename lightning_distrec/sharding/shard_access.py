@@ -26,10 +26,9 @@ plain_shards = ExitStack()
 WAYS = {
     "weight": (
         "To use rows, look them up. trainer.strategy.full_parameter('{table}'), called on every rank, returns the full "
-        "weight as it is now; lightning_distrec.sharded_l2(table) is its sum of squares, and the callback "
-        "NormalizeRows scales rows. A table whose weight is used in the step otherwise, for tied output weights for "
-        "example, is gathered there with tables={{'{table}': {{'gathered_weight': True}}}}, or stays on every rank "
-        "with 'replicated': True. To export the module, call trainer.strategy.unshard() on every rank after the run."
+        "weight; lightning_distrec.sharded_l2(table) its sum of squares; the callback NormalizeRows scales rows. For "
+        "other uses in the step, as tied output weights, set tables={{'{table}': {{'gathered_weight': True}}}}, or "
+        "'replicated': True. To export the module, call trainer.strategy.unshard() on every rank after the run."
     ),
     "gradient": "trainer.strategy.gradient_norms(), called on every rank, returns the norms of all gradients.",
 }
@@ -62,9 +61,7 @@ class GuardedTable:
     """A table whose shards are guarded."""
 
     name: str
-    """Its full name."""
     shape: tuple[int, int]
-    """Rows and columns."""
     weights: Sequence[Any] = field(repr=False)
     """Its shards on this rank; the first stands for the table."""
     has_single_shards: bool

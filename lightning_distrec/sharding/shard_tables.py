@@ -72,7 +72,6 @@ class TableSharding:
     """How the tables of a module are to be sharded."""
 
     root: nn.Module
-    """The module, which is sharded in place."""
     tables: list[Table]
     plan: ShardingByTable
     """Counts ranks within a group."""
@@ -84,11 +83,9 @@ class TableSharding:
     or get new ones by `seed` where they were built on meta."""
     seed: int
     comms: QuantizedComms
-    """The types in which rows and gradients are sent."""
     gathered: Set[str]
     """Tables whose full weight user code may read."""
     groups: ShardingGroups
-    """The ranks among which tables are sharded."""
     earlier: ShardedTables | None = None
     """The sharding whose mappings of ids go on."""
 

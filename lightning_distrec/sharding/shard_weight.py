@@ -270,9 +270,8 @@ def _full_like(shard: Any) -> Tensor:
     free = free_host_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
     if num_bytes > free:
         raise ShardedWeightError(
-            f"table '{shard.place.table.name}': values are drawn for its weight, which takes {format_bytes(num_bytes)} "
-            f"on every rank for a moment, and {format_bytes(free)} are free. Build the table in configure_model, where "
-            "each rank draws its own rows by the init_fn of the table's config."
+            f"table '{shard.place.table.name}': to draw its weight takes {format_bytes(num_bytes)} on every rank, and "
+            f"{format_bytes(free)} are free. Build it in configure_model: each rank draws its rows by the init_fn."
         )
     return torch.empty(shape, dtype=dtype, device=device)
 

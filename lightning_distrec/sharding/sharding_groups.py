@@ -31,8 +31,7 @@ class ShardingGroupOptions:
                 raise ConfigError(f"sharding_groups: {name}={value!r} must be a whole number above 0.")
         if self.size is None and self.sync_interval != 1:
             raise ConfigError(
-                f"sharding_groups: sync_interval={self.sync_interval} needs a size: without one all ranks are one "
-                "group, and there is nothing to synchronise."
+                f"sharding_groups: sync_interval={self.sync_interval} needs a size; now there is one group."
             )
 
     @property
@@ -45,9 +44,7 @@ def checked_size(options: ShardingGroupOptions, num_ranks: int) -> int:
     """Return how many ranks a group has. Raises ConfigError: `num_ranks` cannot be divided so."""
     size = num_ranks if options.size is None else options.size
     if num_ranks % size:
-        raise ConfigError(
-            f"sharding_groups: size={size} does not divide the {num_ranks} ranks of the job. Choose a divisor."
-        )
+        raise ConfigError(f"sharding_groups: size={size} does not divide the {num_ranks} ranks of the job.")
     return size
 
 
@@ -61,7 +58,6 @@ class ShardingGroups:
     rank: int
     num_ranks: int
     size: int
-    """Ranks of a group."""
     sync_interval: int = 1
     """Steps from one synchronisation to the next; 1: gradients are exchanged before every update."""
     sharding: Any = field(default=None, repr=False)

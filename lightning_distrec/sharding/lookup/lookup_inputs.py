@@ -92,10 +92,7 @@ class LookupInputs:
         """Return the weights that count."""
         weights = features.weights_or_none()
         if weights is None and self._setup.is_weighted:
-            raise ShardingError(
-                f"'{self._path}' is weighted, and was called with ids that have no weights. Give the KeyedJaggedTensor "
-                "weights, of 1 for example."
-            )
+            raise ShardingError(f"'{self._path}' is weighted, and was called with ids that have no weights.")
         return weights if self._keeps_weights else None
 
     def _in_known_order(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -109,7 +106,7 @@ class LookupInputs:
         if missing:
             raise ShardingError(
                 f"'{self._path}' needs the features {missing}, but was called with {keys}. "
-                "Give the KeyedJaggedTensor all features of the collection; empty bags are fine."
+                "Give it all features of the collection; empty bags are fine."
             )
         # torchrec's module makes its input dist by the keys of its first call, and expects that order from then on.
         # The caller's order is taken where it can be, so that later batches need no permutation.
@@ -142,6 +139,5 @@ class LookupInputs:
         return (
             f"feature '{feature}' of table '{table.full_name}' has the id {int(features.values()[first])}, but the "
             f"table {has} 0 to {table.num_ids - 1} ({int(is_bad.sum())} such ids in this batch on rank "
-            f"{self._setup.ranks.rank}). Give the table more rows, map the ids into its range, or set "
-            "check_ids='warn' or 'ignore'."
+            f"{self._setup.ranks.rank}). Give it more rows, map the ids, or set check_ids='warn' or 'ignore'."
         )

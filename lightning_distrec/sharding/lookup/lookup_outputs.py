@@ -25,9 +25,7 @@ class LookupOutputs:
         self.names = output_names(tables)
         """The outputs in the unsharded order."""
         self.widths = [table.config.embedding_dim for table in tables for _ in table.config.feature_names]
-        """Their numbers of columns."""
         self.features = setup.features_of_outputs()
-        """Output -> its feature."""
         table_names = [table.name for table in tables for _ in table.config.feature_names]
         self._tables = dict(zip(self.names, table_names, strict=True))
         self._summed_means = setup.summed_means

@@ -36,7 +36,6 @@ class TableUse:
     adds_up: bool
     """Whether two updates inside of one backward are one with the sum of their gradients."""
     in_backward: bool = False
-    """Whether it is updated inside of backward."""
     deduplicated: bool = False
     """Whether repeated ids are sent once."""
     takes_unequal_batches: bool = True
@@ -61,7 +60,6 @@ class LookupSetup:
     """Collection -> the features in the order of its first call, which adds it. torchrec's module remembers that order
     for its life, which may be longer than one run."""
     check_ids: CheckIds
-    """What happens to ids that are out of range."""
     ranks: Ranks
     """Those that agree on lookups: all."""
     before_forward: Callable[[], None]
@@ -78,7 +76,6 @@ class LookupSetup:
     groups: ShardingGroups | None = None
     """The ranks among which ids are exchanged; they are agreed on among all. None: all ranks."""
     mapped: MappedIds | None = None
-    """Maps ids to rows; None: ids are numbers of rows."""
 
     @cached_property
     def path(self) -> str:

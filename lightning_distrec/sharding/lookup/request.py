@@ -36,13 +36,11 @@ class LookupRequest:
     """One lookup in flight."""
 
     lookup: ShardedLookup
-    """What prepared it."""
     features: KeyedJaggedTensor
     """In the order that torchrec knows, every id in range; with places for weights that come late."""
     problem: Exception | None = None
     """What is wrong with the lookup on this rank, for all ranks to raise."""
     form: int = NO_FORM
-    """What must be alike on all ranks; see `form_of`."""
     late_weights: Tensor | None = None
     """Weights that follow the ids, in the order of the call, or what stands for them; see weights_exchange.py."""
     learns: bool = False

@@ -55,9 +55,8 @@ class WeightsExchange:
                 update = "is data_parallel" if use.is_replicated else "is updated inside of backward"
                 raise ShardingError(
                     f"table '{name}' is frozen, and was called with ids whose weights need a gradient. A table that "
-                    f"{update} cannot pass it on and rest. Freeze the table before the fit begins, set "
-                    "embedding_update='sparse' or 'dense' for it and a sharding type other than data_parallel, or "
-                    "detach the weights."
+                    f"{update} cannot pass it on and rest. Freeze it before the fit begins, set embedding_update="
+                    "'sparse' or 'dense' and no data_parallel for it, or detach the weights."
                 )
 
     def bring(self, request: LookupRequest, weights: Tensor) -> KJTList:

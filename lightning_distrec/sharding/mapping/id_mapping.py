@@ -22,10 +22,7 @@ _EVICTION_ROUNDS = 8
 
 
 class IdMapping(RowsOfIds):
-    """The buckets of one rank.
-
-    first_bucket, num_buckets: those that the rank owns.
-    """
+    """The buckets of one rank."""
 
     def __init__(self, spec: MappingSpec, first_bucket: int, num_buckets: int, device: torch.device) -> None:
         super().__init__(spec, first_bucket, num_buckets)
@@ -116,26 +113,7 @@ class IdMapping(RowsOfIds):
         return rows, far[is_new], windows.index_select(0, is_new)
 
     def _probe(self, ids: Tensor, max_probe: int, may_share: bool, among_own: bool = False) -> Tensor:
-        spec = self.spec
-        if not ids.numel():
-            return ids.new_empty(0)
-        offsets = self._bucket_of(ids) * spec.bucket_rows
-        size = spec.own_rows if among_own else spec.bucket_rows
-        reserves = spec.num_reserved > 0 and not among_own
-        rows, _ = torch.ops.fbgemm.zero_collision_hash(
-            input=ids,
-            identities=self.ids,
-            max_probe=min(max_probe, spec.own_rows),
-            circular_probe=True,
-            exp_hours=-1,
-            readonly=True,
-            local_sizes=torch.full_like(ids, size),
-            offsets=offsets,
-            disable_fallback=not may_share,
-            opt_in_prob=100 if reserves else -1,
-            num_reserved_slots=spec.num_reserved if reserves else -1,
-        )
-        return rows  # type: ignore[no-any-return]
+        return probe(self.spec, ids, self.ids, self._bucket_of(ids), max_probe, may_share, among_own)
 
     def _note_use(self, rows: Tensor, stamp: int, num_sights: Tensor, first_use: bool = False) -> None:
         self.used.view(-1).index_fill_(0, rows, stamp)
@@ -230,6 +208,38 @@ class IdMapping(RowsOfIds):
                 break
             waiting, windows = waiting[losers], windows.index_select(0, losers)
         return evicted
+
+
+def probe(
+    spec: MappingSpec,
+    ids: Tensor,
+    ids_of_rows: Tensor,
+    buckets: Tensor,
+    max_probe: int,
+    may_share: bool = True,
+    among_own: bool = False,
+) -> Tensor:
+    """Return the rows of ids, as FBGEMM's kernel finds them; -1 for those without a row, where they may not share one.
+
+    ids, buckets: (num_ids,). ids_of_rows: (num_rows, 1). among_own: whether reserved rows are left out.
+    """
+    if not ids.numel():
+        return ids.new_empty(0)
+    reserves = spec.num_reserved > 0 and not among_own
+    rows, _ = torch.ops.fbgemm.zero_collision_hash(
+        input=ids,
+        identities=ids_of_rows,
+        max_probe=min(max_probe, spec.own_rows),
+        circular_probe=True,
+        exp_hours=-1,
+        readonly=True,
+        local_sizes=torch.full_like(ids, spec.own_rows if among_own else spec.bucket_rows),
+        offsets=buckets * spec.bucket_rows,
+        disable_fallback=not may_share,
+        opt_in_prob=100 if reserves else -1,
+        num_reserved_slots=spec.num_reserved if reserves else -1,
+    )
+    return rows  # type: ignore[no-any-return]
 
 
 def _first_of_each(rows: Tensor, none: int) -> tuple[Tensor, Tensor]:

@@ -83,7 +83,7 @@ class MappingSpec:
         buckets = f"{self.num_buckets} buckets" if self.num_buckets > 1 else "one bucket"
         return (
             f"its ids have {buckets}, which {num_ranks} ranks cannot share evenly. Set {self.buckets_option} to a "
-            f"multiple of {num_ranks}; the mapping depends on it, so that it must stay as it is from then on"
+            f"multiple of {num_ranks}, for good: the mapping depends on it"
         )
 
 

@@ -23,7 +23,7 @@ from lightning_distrec._compat.torchrec_collisions import (
     set_mch_state,
 )
 from lightning_distrec.chunks import Chunk, ChunkedTensor
-from lightning_distrec.sharding.mapping.id_mapping import IdMapping, mixed
+from lightning_distrec.sharding.mapping.id_mapping import IdMapping, mixed, probe
 from lightning_distrec.sharding.mapping.mch_mapping import MchMapping
 from lightning_distrec.sharding.mapping.spec import ANY_ID, MappingSpec, bucket_of
 
@@ -61,10 +61,8 @@ def load_into(mapping: IdMapping, name: str, value: Any) -> str:
     if name in (BUCKETS, MADE_FOR):
         # torchrec's entry has the number of buckets alone; in ours, the number of lookups comes first.
         numbers = (value if isinstance(value, Tensor) else value.read()).flatten().tolist()
-        saved, expected = (
-            numbers[-1 if spec.managed else 1 :],
-            [spec.num_buckets, spec.num_reserved][: len(numbers[-2:])],
-        )
+        saved = numbers[-1 if spec.managed else 1 :]
+        expected = [spec.num_buckets, spec.num_reserved][: len(numbers[-2:])]
         if saved != expected:
             return f"the ids were mapped for {saved} buckets and reserved rows of each, and here they are {expected}."
         if not spec.managed:
@@ -78,7 +76,7 @@ def load_into(mapping: IdMapping, name: str, value: Any) -> str:
             return f"rows start from {tuple(mapping.initial_rows.shape)}, but there are {tuple(initial.shape)} to load."
         mapping.initial_rows.copy_(initial)
         return ""
-    rows = next(rows for tensor_name, rows in mapping.tensors.items() if _name(mapping, tensor_name) == name)
+    rows = next(rows for key, rows in mapping.tensors.items() if _name(mapping, key) == name)
     if tuple(value.shape) != (spec.num_rows, 1):
         return f"the table maps ids to {spec.num_rows} rows, but there are {tuple(value.shape)} to load."
     if isinstance(value, Tensor):
@@ -154,10 +152,8 @@ class ShardedCollisions(HoldsMappings):
         self.put_mappings(destination, prefix)
         return destination
 
-    def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, _: Any, __: bool, missing: list[str], *problems: list[str]
-    ) -> None:
-        self.load_mappings(state_dict, prefix, missing, problems[-1])
+    def _load_from_state_dict(self, state: Any, prefix: str, _: Any, __: bool, missing: list[str], *lists: Any) -> None:
+        self.load_mappings(state, prefix, missing, lists[-1])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedCollisions":
         # A copy has no mappings: this rank has only a part of them.
@@ -241,17 +237,5 @@ def _find(
     input_ids: Tensor = arguments[0] if arguments else options["input"]
     # As in training: ids were spread over the buckets before they were sent.
     ids = mixed(input_ids.flatten().long())
-    rows, _ = torch.ops.fbgemm.zero_collision_hash(
-        input=ids,
-        identities=lookup.ids,
-        max_probe=min(spec.max_probe, spec.own_rows),
-        circular_probe=True,
-        exp_hours=-1,
-        readonly=True,
-        local_sizes=torch.full_like(ids, spec.bucket_rows),
-        offsets=ids % spec.num_buckets * spec.bucket_rows,
-        opt_in_prob=100,
-        num_reserved_slots=spec.num_reserved,
-    )
-    result = rows.view(input_ids.shape)
+    result = probe(spec, ids, lookup.ids, bucket_of(spec, ids), spec.max_probe).view(input_ids.shape)  # type: ignore[arg-type]
     return ((result, *arguments[1:]), options) if arguments else ((), {**options, "input": result})
