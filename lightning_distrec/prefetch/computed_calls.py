@@ -124,10 +124,7 @@ class Variant:
         return tuple(tuple(object_at(roots, path).shape) for path in self._paths)
 
     def get(self, roots: BatchRoots) -> tuple[Any, ...]:
-        """Return the arguments for a batch.
-
-        Raises NotReadyError: what the step will compute is not known; or as its operations and `LookupCall.get` do.
-        """
+        """Return the arguments for a batch. Raises NotReadyError: what the step will compute is not known."""
         if changed := self._changed_tensor():
             raise NotReadyError(changed)
         # A number in the recordings may be a size of the batch by chance, so that few shapes prove nothing for another.

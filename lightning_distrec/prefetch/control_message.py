@@ -94,10 +94,7 @@ class ControlMessage:
             self._reduction.wait_up_to(seconds)
 
     def rank_of_differing_call(self) -> int | None:
-        """Return a rank on which a call differs, the same one on all ranks; None: on none.
-
-        Raises RankError: a rank failed otherwise. That rank itself raises its own exception instead.
-        """
+        """Return a rank on which a call differs, alike on all ranks; None: on none. Raises RankError: a rank failed."""
         failure = self.read().failure
         if failure == NO_FAILURE:
             return None

@@ -22,10 +22,7 @@ NOTICE_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class WeightedCall:
-    """A call of the running step whose weights followed its ids.
-
-    learns: whether these need a gradient. Where ranks differ, those with gradients would wait in backward for others.
-    """
+    """A call of the running step whose weights followed its ids. learns: whether these need a gradient."""
 
     path: str
     learns: bool
@@ -39,11 +36,7 @@ def number_weights(calls: list[WeightedCall]) -> int:
 
 
 class LateComparison:
-    """Inputs on a GPU, which is where they are compared with what was computed ahead; the host reads the result a step
-    later. On a CPU they are compared at once.
-
-    Not run on a GPU yet.
-    """
+    """Compares inputs on a GPU with what was computed ahead; the host reads the result later. Not run on a GPU yet."""
 
     def __init__(self) -> None:
         self._differ: list[Tensor] = []

@@ -65,10 +65,7 @@ class PrefetchFetcher(DataFetcher):
 
     @override
     def __next__(self) -> Any:
-        """Collective. Return the next batch, its index and its loader's.
-
-        Raises StopIteration where not every rank has another one, or DataError as `EndPolicy` says.
-        """
+        """Collective. Return the next batch, its index and its loader's. Raises DataError as `EndPolicy` does."""
         # First: where the last step has failed on another rank this raises, and no loader is drawn from.
         self._prefetcher.finish_step()
         if self.length is not None and self.fetched >= self.length:

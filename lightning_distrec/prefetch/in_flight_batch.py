@@ -72,10 +72,7 @@ class PrefetchedLookup:
         return is_same and are_unwritten(self._versions)
 
     def take(self, arguments: tuple[Any, ...] | None = None) -> tuple[Any, bool]:
-        """Collective where rows must be looked up now. Return the outputs, and whether they were looked up before.
-
-        arguments: those of the call; None: there is none, or it differs.
-        """
+        """Collective. Return the outputs, and whether they were looked up before. arguments: None where they differ."""
         self.is_taken = True
         self.table.note_call(self.request)
         if self.waits_for_weights and arguments is not None:
@@ -88,10 +85,7 @@ class PrefetchedLookup:
 
 
 class InFlightBatch:
-    """A batch, from the loader to the end of its step.
-
-    kind: the kind of step it is for. state: what the loader gave: a batch, its end, or a failure.
-    """
+    """A batch, from the loader to the end of its step. state: what the loader gave: a batch, its end, or a failure."""
 
     def __init__(self, kind: str, state: int, failure: Exception | None = None) -> None:
         self.kind, self.state, self.failure = kind, state, failure
@@ -245,10 +239,7 @@ class InFlightBatch:
     def find(
         self, path: str, arguments: tuple[Any, ...], compare: Compare | None = None
     ) -> tuple[PrefetchedLookup | None, ProvenanceError | None]:
-        """Return the prefetched lookup of this call, or None: it must be looked up as it is called.
-
-        The error: it was prefetched with other arguments. compare: as of `is_same_input`.
-        """
+        """Return the prefetched lookup of this call, or None; the error: it was prefetched with other arguments."""
         waiting = [lookup for lookup in self.prefetched or [] if lookup.call.path == path and not lookup.is_taken]
         # Counted for calls that were not prefetched too, since all ranks make them.
         if path in self.placed_paths:  # another call may have the same input by chance, but not on all ranks

@@ -18,10 +18,7 @@ Record = Callable[[BatchObjects, BatchRoots], Recorder]
 
 
 class Learner:
-    """The calls of all kinds of steps.
-
-    warn: called with the reason why a table is looked up as it is called. record: None: no operations are recorded.
-    """
+    """The calls of all kinds of steps. warn: called with the reason why a table is not prefetched."""
 
     def __init__(self, ranks: Ranks, warn: Callable[[str], None], record: Record | None) -> None:
         self.calls: dict[str, StepCalls] = {}

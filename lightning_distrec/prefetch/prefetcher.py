@@ -31,10 +31,7 @@ NOT_RECORDED = nullcontext()
 
 
 class Step:
-    """What lasts from the beginning of one step to the end of its backward.
-
-    following: the batches after its batch. counts: of the lookups of its kind of step.
-    """
+    """What lasts from the beginning of one step to the end of its backward. following: the batches after its own."""
 
     def __init__(self, batch: InFlightBatch, following: list[InFlightBatch], counts: LookupCounts) -> None:
         self.batch, self.following, self.counts = batch, following, counts
@@ -236,10 +233,7 @@ class Prefetcher:
             self.differing.agree_on_weights(step.weighted_calls)
 
     def end_step(self, has_backward: bool) -> None:
-        """Collective. End the user's step, but for a backward that may follow.
-
-        Raises ProvenanceError or RankError, where no backward follows: another rank has failed.
-        """
+        """Collective. End the user's step. Raises ProvenanceError or RankError where no backward follows."""
         step = self._step
         if step is None:
             return

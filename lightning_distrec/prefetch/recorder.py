@@ -137,10 +137,7 @@ class TracedSource:
 
 
 class Recorder:
-    """A recording of one step. Inside of the context that `recording` returns, operations are recorded.
-
-    module: whose tensors may be used. objects: of the batch before the step. roots: that batch.
-    """
+    """A recording of one step. module: whose tensors may be used. objects, roots: of the batch before the step."""
 
     def __init__(self, module: nn.Module, objects: BatchObjects, roots: BatchRoots) -> None:
         self.roots, self.objects = roots, objects
@@ -194,10 +191,7 @@ class Recorder:
             self._refused[tensor] = f"it depends on rows of '{path}'"
 
     def trace(self, tensor: Tensor | None, guards: Guards) -> TracedSource | str:
-        """Return the operations that make a tensor of the step and its guards, or why they cannot be repeated ahead.
-
-        tensor: None for the guards alone.
-        """
+        """Return the operations that make a tensor (None: the guards alone), or why they cannot be repeated ahead."""
         if self._failure:
             return self._failure
         if self._random_states != _random_states():

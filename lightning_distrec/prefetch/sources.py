@@ -72,11 +72,7 @@ class PathSource:
     """Other paths at which the same object was found: which of them the step takes is not known."""
 
     def get(self, roots: Any, ids: Any = None) -> Any:
-        """Return it.
-
-        Raises KeyError, IndexError, AttributeError or TypeError: this batch has none there; ValueError: it has
-        different objects at paths where the first batch had one.
-        """
+        """Return it. Raises as `object_at`, or ValueError: different objects at paths where the first batch had one."""
         value = object_at(roots, self.path)
         if any(object_at(roots, path) is not value for path in self.aliases):
             raise ValueError(f"{path_text(self.path)} was the same as {path_text(self.aliases[0])}, and is not")
@@ -189,10 +185,7 @@ class LookupCall:
 
 
 def find_uniform_source(tensor: Tensor, ids: Tensor | None) -> UniformSource | None:
-    """Return `tensor` as lengths or offsets of `ids` in bags of one size, if it is; on a CPU, where comparing is cheap.
-
-    ids: (num_ids,).
-    """
+    """Return `tensor` as lengths or offsets of `ids`, (num_ids,), in bags of one size, if it is; on a CPU alone."""
     if ids is None or tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64) or ids.numel() == 0:
         return None
     if tensor.device.type != "cpu" or ids.device.type != "cpu" or tensor.numel() == 0:
@@ -213,10 +206,7 @@ SCALARS = (bool, int, float, str)
 
 
 def is_same_input(argument: Any, prefetched: Any, compare: Compare | None = None) -> bool:
-    """Whether the argument of a call is the prefetched one: the same memory, or on a CPU the same numbers.
-
-    compare: compares the numbers of two tensors of one shape on another device; None: they are not the same.
-    """
+    """Whether it is the prefetched one: the same memory, or equal numbers, which `compare` compares on a GPU."""
     if argument is prefetched:
         return True
     if isinstance(prefetched, LateWeights):

@@ -96,8 +96,5 @@ def _pin(data: Any) -> Any:
 
 
 def move_jagged(batch: Any, device: torch.device) -> Any:
-    """Return the batch with KeyedJaggedTensors, and what else torchrec can pipeline, copied to the device.
-
-    Lightning copies all but plain tensors by `to(device)`, which waits.
-    """
+    """Return the batch with KeyedJaggedTensors copied to the device, for which Lightning's `to(device)` would wait."""
     return apply_to_collection(batch, Pipelineable, lambda data: data.to(device, non_blocking=True), allow_frozen=True)

@@ -66,10 +66,7 @@ class _Sum(torch.autograd.Function):
 
 
 class Gathering:
-    """Gathers the full weight of one table that has gathered_weight=True.
-
-    shape: rows and columns of the table. rectangles: rank -> its shards with rows, in order.
-    """
+    """Gathers the full weight of one table. rectangles: rank -> its shards with rows, in order."""
 
     def __init__(self, shape: tuple[int, int], rectangles: list[list[Rectangle]], state: SharedState) -> None:
         self.shape, self.rectangles, self.state = shape, rectangles, state
@@ -77,10 +74,7 @@ class Gathering:
         self._last: tuple[Any, Tensor] | None = None
 
     def full(self, values: Any) -> Tensor:
-        """Collective, but for a second read in a step. Return the full table of which `values` is a shard.
-
-        values: the guarded weight, or what was computed from it element by element.
-        """
+        """Collective, but for a second read in a step. Return the full table of which `values` is a shard."""
         table: GuardedTable = values.place.table
         is_weight = any(values is weight for weight in table.weights)
         # The grad mode too: what was gathered under no_grad has no graph, and a loss may read it next.

@@ -42,10 +42,7 @@ class TableShard:
 
 
 def table_shards(weight: Tensor, groups: ShardingGroups) -> list[TableShard]:
-    """Return all shards of a table on all ranks, `tensor` set for those of this rank; alike on every rank.
-
-    weight: a ShardedTensor, or the plain tensor of a data-parallel table, of which every rank holds a replica.
-    """
+    """Return all shards of a table on all ranks, alike on every rank; `tensor` is set for those of this rank."""
     if not isinstance(weight, ShardedTensor):
         rows, columns = weight.shape
         return [

@@ -45,10 +45,7 @@ NO_CONVERSION = Conversion("none")
 
 
 class PlainEmbeddings:
-    """Decides which plain embeddings of one module become tables.
-
-    root: the module that holds them; a weight that it holds under two names is shared.
-    """
+    """Decides which plain embeddings below `root` become tables."""
 
     def __init__(self, root: nn.Module, conversion: Conversion) -> None:
         self._conversion = conversion

@@ -95,10 +95,7 @@ class SortedRows:
         self._before_shards = gpu.HostCopy(before_shards)
 
     def sums(self, shard: int, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the different rows of a shard, ascending, and the sum of the values of each, in the values' order.
-
-        values: (num_ids of the shard, dim), feature by feature.
-        """
+        """Return the rows of a shard, ascending, and the sum of `values`, (num_ids of the shard, dim), of each."""
         ends, first_feature = self._ends.read(), self._sorter.first_features
         begin, end = ends[first_feature[shard]], ends[first_feature[shard + 1]]
         first_number, until = self._before_shards.read()[shard : shard + 2]
@@ -136,10 +133,7 @@ class LocalShard:
 
 
 def local_shards_of(kernel: Any) -> list[LocalShard]:
-    """Return the shards in a kernel's memory, in its order; a table with several column shards has several.
-
-    kernel: fbgemm_gpu's SplitTableBatchedEmbeddingBagsCodegen.
-    """
+    """Return the shards in the memory of an FBGEMM kernel, in its order; several where a table has column shards."""
     weights = kernel.split_embedding_weights()
     return [LocalShard(name, nn.Parameter(weight)) for name, weight in zip(kernel.table_names, weights, strict=True)]
 
@@ -255,12 +249,9 @@ def _versions(shards: list[LocalShard]) -> list[int]:
 
 
 def _weight_gradients(ctx: Any, gradient: Tensor) -> Tensor:
-    """Return the gradients of the ids' weights, (num_ids,): of each the dot product of its row and its bag's gradient.
-
-    Raises OptimizerError: the rows are no longer those that were looked up.
-    """
+    """Return the gradients of the ids' weights, (num_ids,). Raises OptimizerError: rows have changed since."""
     layout, ids, shards = ctx.layout, ctx.ids, ctx.shards
-    # These gradients are products with rows, which backward reads from the kernel's memory, not from a copy.
+    # Of each the dot product of its row, which is read from the kernel's memory, and its bag's gradient.
     if ctx.versions != _versions(shards):
         raise OptimizerError(
             f"backward comes to a lookup whose ids have weights that need a gradient, after rows of '{shards[0].table}'"
@@ -276,10 +267,7 @@ def _weight_gradients(ctx: Any, gradient: Tensor) -> Tensor:
 def _unused(
     shards: list[LocalShard], used: set[str] | None, row_gradients: dict[int, list[tuple[Tensor, Tensor]]]
 ) -> set[int]:
-    """Return the shards whose rows went into no loss: optimizers must then skip the table, as unsharded.
-
-    The host waits for a GPU once where a table is suspected.
-    """
+    """Return the shards whose rows went into no loss: optimizers must then skip the table, as unsharded."""
     # One backward serves all tables of a kernel, and yields zeros for tables whose rows were not used.
     suspects = [] if used is None else [i for i in row_gradients if shards[i].table not in used]
     parts = [(i, values) for i in suspects for _, values in row_gradients[i]]

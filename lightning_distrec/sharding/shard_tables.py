@@ -221,10 +221,7 @@ def _proxy(result: ShardedTables, path: str) -> ShardedProxy:
 
 @torch.no_grad()
 def _load(sharded: ShardedModule, groups: ShardingGroups, name: str, value: Any) -> str:
-    """Load a table of `sharded`, by its name in the state_dict, and return what is wrong, or "".
-
-    value: an unsharded tensor, one in a file, or a ShardedTensor that is sharded in the same way.
-    """
+    """Load a table from a full tensor, one in a file, or one sharded alike; return what is wrong, or ""."""
     with rewriting():
         return _load_rows(sharded.state_dict()[name], value, groups)
 
@@ -356,10 +353,7 @@ def unshard_mappings(tables: ShardedTables, full: Mapping[str, Tensor]) -> None:
 
 
 def _begin(mapping: AnyMapping, table: Table) -> None:
-    """Take this rank's part of the mapping of torchrec's module, and free that.
-
-    Raises ShardingError: it has learned rows that buckets would not give.
-    """
+    """Take this rank's part of torchrec's mapping. Raises ShardingError: buckets would not give what it learned."""
     module = managed_module(table)
     if module is None:
         return

@@ -258,10 +258,7 @@ def _wrap(result: Any, place: ShardPlace) -> Any:
 
 
 def _full_like(shard: Any) -> Tensor:
-    """Return a tensor of the table's shape, without values; an empty one for shards that are filled with the first.
-
-    Raises ShardedWeightError: there is no memory for it.
-    """
+    """Return an empty tensor of the table's shape. Raises ShardedWeightError: there is no memory for it."""
     shape = shard.place.meta().shape
     with without_guard():
         device, dtype = shard.device, shard.dtype

@@ -160,10 +160,7 @@ class ShardedTables:
         }
 
     def load(self, name: str, weight: Any) -> None:
-        """Load this rank's shards of a table, by its full name, from `weight`: an unsharded tensor, or one in a file.
-
-        Rows that `weight` does not have stay as they are.
-        """
+        """Load this rank's shards of a table by full name from a full tensor or one in a file, the rows that it has."""
         shards = table_shards(self._weight(name), self.groups)
         with rewriting():
             copy_from_full(shards, weight) if isinstance(weight, Tensor) else weight.read_into(chunks_of(shards))

@@ -115,10 +115,7 @@ _made: tuple[Any, dict[int, tuple[Any, Any, Any]]] | None = None
 
 
 def make_groups(options: ShardingGroupOptions, ranks: Ranks, timeout: timedelta) -> ShardingGroups:
-    """Collective. Return the groups; their process groups are made once.
-
-    Raises ConfigError on every rank: the ranks cannot be divided so, or have unequal options.
-    """
+    """Collective. Return the groups, made once. Raises ConfigError on every rank: they cannot be made alike."""
     per_rank = ranks.all_gather((options.size, options.sync_interval))
     if len(set(per_rank)) > 1:
         raise ConfigError(f"sharding_groups: ranks have unequal (size, sync_interval): {per_rank}. Give all the same.")

@@ -70,10 +70,7 @@ class IdsExchange(_Exchange):
         self._ids: list[Callable[[], object]] = []
 
     def values_of_ranks(self) -> list[list[int]] | None:
-        """Collective. Wait for the sizes, and return each rank's values; no ids are sent yet.
-
-        None: nothing is exchanged, because every rank has all rows.
-        """
+        """Collective. Return each rank's values; None: nothing is exchanged, because every rank has all rows."""
         assert self._sizes is not None
         with self._on_stream(), torch.no_grad(), spans.span(spans.WAIT_INPUT_DIST):
             return self._sizes.wait_for_numbers()

@@ -35,10 +35,7 @@ class BackwardOrder:
 
     @contextmanager
     def number(self, outputs: Callable[[], list[Tensor]]) -> Iterator[None]:
-        """Number the nodes that are made inside of the context and that lead to `outputs`.
-
-        What is made later comes first in backward.
-        """
+        """Number the nodes made inside of the context that lead to `outputs`; later ones come first in backward."""
         # `outputs` is a function since it is called at the end of the context, when they exist.
         since = next_backward_number()
         yield
@@ -186,10 +183,7 @@ setattr(LazyKeyedTensor, KEYED_TENSOR_VALUES, property(_access_values, _ignore_v
 
 
 class LazyJaggedTensor(JaggedTensor):
-    """One output of an EmbeddingCollection, a JaggedTensor that becomes an ordinary one on first access.
-
-    output: of all outputs by name, which arrive at once.
-    """
+    """One output of an EmbeddingCollection, an ordinary JaggedTensor from its first access on."""
 
     def __init__(self, name: str, output: LazyOutput) -> None:
         # Not JaggedTensor's constructor, which reads the values.

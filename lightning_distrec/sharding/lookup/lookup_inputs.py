@@ -116,10 +116,7 @@ class LookupInputs:
         return features if keys == order else in_order(features, order)
 
     def _out_of_range(self, features: KeyedJaggedTensor, smallest: int, largest: int) -> Tensor | None:
-        """Return which ids, (num_ids,), are out of range; None where none is.
-
-        smallest, largest: of all ids, those of features that are not looked up among them.
-        """
+        """Return which ids, (num_ids,), are out of range; None where none is. smallest, largest: of all ids."""
         keys, values = features.keys(), features.values()
         limits = [self._limits[key] for key in keys]
         # Nearly every batch: two numbers that are on the host already are compared, and no tensor is made.

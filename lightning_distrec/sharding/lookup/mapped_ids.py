@@ -24,10 +24,7 @@ States = Callable[[], list[tuple[Tensor, float]]]
 
 
 class RowReset:
-    """Resets rows of one shard, which another id gets.
-
-    initial_rows: (num, columns); an id's row starts as one of them, chosen by the id, on whichever rank.
-    """
+    """Resets rows that another id gets, each to one of `initial_rows`, (num, columns), that the id chooses."""
 
     def __init__(self, shard: LocalShard, initial_rows: Tensor, states: States) -> None:
         self._shard, self._initial_rows, self._states = shard, initial_rows, states

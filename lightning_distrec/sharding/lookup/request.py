@@ -122,10 +122,7 @@ class LookupConsensus:
         self._path, self._ranks = path, ranks
 
     def agree(self, request: LookupRequest) -> tuple[int, int]:
-        """Collective. Return the minimum and maximum number of examples over ranks.
-
-        Raises on every rank: what is wrong with the lookup on one of them; IdsError: their forms differ.
-        """
+        """Collective. Return the minimum and maximum of examples over ranks. All ranks raise what is wrong on one."""
         # A separate all-reduce, for lookups whose sizes must be known before ids are sent.
         fine, examples, form = self._values(request)
         # The minima of a form and of its negative are opposite only where all ranks have one form.

@@ -207,10 +207,7 @@ class ShardedLookup:
 
 
 class PendingRows:
-    """The rows of one lookup, from when they are sent to when user code accesses them.
-
-    frozen: outputs that pass no gradient back.
-    """
+    """The rows of one lookup, until user code accesses them. frozen: outputs that pass no gradient back."""
 
     def __init__(self, lookup: ShardedLookup, request: LookupRequest, frozen: set[str]) -> None:
         self._lookup, self._request = lookup, request

@@ -21,10 +21,7 @@ PENDING = 2**17
 
 
 class TouchedRows:
-    """The rows of this rank's shards that have got gradients, or were reset, since the last `clear`.
-
-    kernels: FBGEMM's, each with the shards in its memory. Their lookups are noted until `release`.
-    """
+    """This rank's rows that got gradients, or were reset, since `clear`. kernels: FBGEMM's, with their shards."""
 
     def __init__(self, kernels: list[tuple[Any, list[LocalShard]]]) -> None:
         self._kernels = [_KernelRows(kernel, shards) for kernel, shards in kernels]

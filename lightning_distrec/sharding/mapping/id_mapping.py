@@ -142,10 +142,7 @@ class IdMapping(RowsOfIds):
         return rows.add_((first // spec.bucket_rows * spec.bucket_rows).to(kind).unsqueeze(1))
 
     def _take_rows(self, ids: Tensor, windows: Tensor, stamp: int, hour: int) -> tuple[Tensor, Tensor]:
-        """Choose a row for each id, free ones first. Return the ids' rows, -1 for none, and those that were taken.
-
-        ids: in ascending order.
-        """
+        """Return the row of each id, in ascending order, -1 for none, and those that were taken from another id."""
         rows = self._take_free_rows(ids, windows)
         self.used.view(-1).index_fill_(0, rows[rows >= 0], stamp)  # so that none of them is evicted at once
         waiting = (rows < 0).nonzero().squeeze(1)
@@ -184,10 +181,7 @@ class IdMapping(RowsOfIds):
         return free
 
     def _evict(self, windows: Tensor, stamp: int, limit: int) -> Tensor:
-        """Return, for each window, a row that was not used since `limit`, -1 for none. It counts as used from now on.
-
-        Ids that want one row choose again, as often as `_EVICTION_ROUNDS`.
-        """
+        """Return a row of each window that was not used since `limit`, -1 for none; it counts as used from now on."""
         evicted = torch.full((len(windows),), -1, device=windows.device)
         waiting = torch.arange(len(windows), device=windows.device)
         for _ in range(_EVICTION_ROUNDS):

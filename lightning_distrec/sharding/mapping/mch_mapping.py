@@ -32,10 +32,7 @@ _SEGMENTS = 1025
 
 
 class MchMapping(RowsOfIds):
-    """The buckets of one rank. The last row of each is shared by the ids without a row of their own.
-
-    module: torchrec's, unsharded; it chooses the ids that have rows.
-    """
+    """The buckets of one rank; ids without a row share the last one of their bucket. module: torchrec's."""
 
     def __init__(self, spec: MchSpec, first_bucket: int, num_buckets: int, device: torch.device, module: Any) -> None:
         super().__init__(spec, first_bucket, num_buckets)
@@ -64,10 +61,7 @@ class MchMapping(RowsOfIds):
         return self._hash is not None
 
     def sent(self, ids: Tensor) -> Tensor:
-        """Return ids, (num_ids,), as they are sent to the rank that owns their bucket: by the user's hash function.
-
-        Raises IdsError: it has returned numbers that are out of the range that it was given.
-        """
+        """Return ids as they are sent: by the user's hash function. Raises IdsError: it returns others than it may."""
         if self._hash is None:
             return ids
         size = self.spec.num_ids or ANY_ID
@@ -120,10 +114,7 @@ class MchMapping(RowsOfIds):
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> str:
-        """Load this rank's part of what `state` returned, or torchrec's module, by name; return what is wrong, or "".
-
-        Values: full tensors, or such in a file, or what `state` returned.
-        """
+        """Load this rank's part of a state, of full tensors or such in a file; return what is wrong, or ""."""
         if tuple(state[MCH_IDS].shape) != (self.spec.num_rows,):
             return f"the table maps ids to {self.spec.num_rows} rows, but there are {tuple(state[MCH_IDS].shape)}."
         local = {name: self._local_part(state[name], state[MCH_ROWS]) for name in (MCH_IDS, MCH_ROWS, *self._metadata)}

@@ -164,10 +164,7 @@ def _spec_of_mch(module: MCHManagedCollisionModule) -> MchSpec | str:
 
 
 def specs_of(managed: nn.Module) -> dict[str, MappingSpec] | str:
-    """Return the spec of each table of a managed collision collection of torchrec, by name, or why it stays unsharded.
-
-    managed: a ManagedCollisionEmbeddingBagCollection or ManagedCollisionEmbeddingCollection.
-    """
+    """Return the specs of a ManagedCollisionEmbedding(Bag)Collection by table, or why it stays unsharded."""
     if returns_remapped_features(managed):
         return "return_remapped_features=True asks for rows' numbers, which the ranks that look up do not have"
     collisions = managed.get_submodule(COLLISIONS)
@@ -195,10 +192,7 @@ class MappingCounts:
 
 
 class RowsOfIds(ABC):
-    """The buckets of one rank.
-
-    first_bucket, num_buckets: those that the rank owns.
-    """
+    """The buckets of one rank."""
 
     ids: Tensor
     """The id that has each row, (num_rows, 1)."""

@@ -53,10 +53,7 @@ def state_of(mapping: AnyMapping) -> dict[str, ChunkedTensor | Tensor]:
 
 @torch.no_grad()
 def load_into(mapping: IdMapping, name: str, value: Any) -> str:
-    """Load this rank's part of one entry of the state, and return what is wrong, or "".
-
-    value: the full tensor, or one in a file, or what `state_of` returned.
-    """
+    """Load this rank's part of an entry, of a full tensor or one in a file, and return what is wrong, or ""."""
     spec = mapping.spec
     if name in (BUCKETS, MADE_FOR):
         # torchrec's entry has the number of buckets alone; in ours, the number of lookups comes first.
@@ -129,10 +126,7 @@ def load_mappings(root: nn.Module, state: Mapping[str, Any]) -> tuple[set[str], 
 
 
 class ShardedCollisions(HoldsMappings):
-    """What stands in the module tree for torchrec's ManagedCollisionCollection while its tables are sharded.
-
-    Ids leave it as they came: they are mapped on the ranks that own the rows.
-    """
+    """Stands for torchrec's ManagedCollisionCollection while it is sharded; ids are mapped where their rows are."""
 
     def __init__(self, mappings: Mapping[str, AnyMapping]) -> None:
         super().__init__()
