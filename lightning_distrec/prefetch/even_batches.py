@@ -12,20 +12,12 @@ from typing import Any, Literal
 from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
 from torch.utils.data import DataLoader
 
-from lightning_distrec.errors import ConfigError, DataError
+from lightning_distrec.errors import DataError
 from lightning_distrec.ranks import Ranks
 
 UnevenInputs = Literal["stop", "error"]
-UNEVEN_INPUTS: tuple[str, ...] = ("stop", "error")
-
 FAILED, ENDED, HAS_BATCH = 0, 1, 2
 """What a loader gives when it is asked for a batch; the minimum over ranks decides."""
-
-
-def check_uneven_inputs(value: str) -> None:
-    """Raise ConfigError unless `value` is a known way to treat ranks with unequal numbers of batches."""
-    if value not in UNEVEN_INPUTS:
-        raise ConfigError(f"uneven_inputs={value!r} is not known. Use one of {', '.join(UNEVEN_INPUTS)}.")
 
 
 def even(loader: Any, ranks: Ranks, mode: UnevenInputs, warn: Callable[[str], None]) -> Any:

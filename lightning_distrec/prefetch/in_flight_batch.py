@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 from lightning_distrec.errors import IdsError, ProvenanceError
 from lightning_distrec.prefetch.batch_objects import BatchObjects
@@ -13,37 +13,10 @@ from lightning_distrec.prefetch.step_calls import PrefetchedCall, StepCalls
 from lightning_distrec.ranks import Ranks
 
 
-class Prefetchable(Protocol):
-    """A module whose calls can be prefetched: strategies/tables/prefetching.py has it."""
-
-    early: bool
-    """Whether rows may be looked up before the call: an extra forward changes nothing."""
-    exchanges_counts: bool
-    """Whether ranks know how many ids they get before these are sent; alike on all ranks."""
-
-    def prepare(self, arguments: tuple[Any, ...]) -> Any:
-        """Return the LookupRequest (sharding/lookup/request.py) of a call; nothing leaves the rank."""
-
-    def note_call(self, request: Any) -> None:
-        """The user's code makes this call now."""
-
-    def give_weights(self, request: Any, arguments: tuple[Any, ...]) -> None:
-        """Give a request the weights that it was prepared without."""
-
-    def look_up(self, request: Any) -> Any:
-        """Collective. Look up ids that have arrived; returns lazy outputs."""
-
-    def zeros(self, arguments: tuple[Any, ...], looked_up: Any) -> Any:
-        """Return zeros as a call with these arguments returns rows. Their gradients reach `looked_up`."""
-
-    def state(self) -> Any:
-        """Return what rows depend on besides the ids; once it has changed, rows looked up before are stale."""
-
-
 class PrefetchedLookup:
-    """One call that the step will make."""
+    """One call that the step will make. table: a PrefetchableTable (strategies/tables/prefetching.py)."""
 
-    def __init__(self, call: PrefetchedCall, table: Prefetchable, roots: BatchRoots) -> None:
+    def __init__(self, call: PrefetchedCall, table: Any, roots: BatchRoots) -> None:
         self.call, self.table = call, table
         self._arguments = call.get(roots)
         self._versions = versions(*self._arguments)
@@ -114,7 +87,7 @@ class InFlightBatch:
         self._message: ControlMessage | None = None
         self._is_read = False
 
-    def prepare(self, step: StepCalls, tables: Mapping[str, Prefetchable]) -> None:
+    def prepare(self, step: StepCalls, tables: Mapping[str, Any]) -> None:
         """Prepare the lookups of the step; those that cannot be are looked up as the step calls."""
         self._step, self.unready = step, []
         try:
@@ -129,7 +102,7 @@ class InFlightBatch:
         # The lookups have what they need; the memo would hold intermediate results until the step of this batch.
         self.roots.memo.clear()
 
-    def _prepared(self, call: PrefetchedCall, table: Prefetchable) -> PrefetchedLookup | None:
+    def _prepared(self, call: PrefetchedCall, table: Any) -> PrefetchedLookup | None:
         try:
             return PrefetchedLookup(call, table, self.roots)
         except Exception:

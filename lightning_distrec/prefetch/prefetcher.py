@@ -20,7 +20,7 @@ from lightning_distrec.errors import ConfigError
 from lightning_distrec.own_operations import OWN
 from lightning_distrec.prefetch.control_message import DIFFERING_CALL, NO_FAILURE, BatchStatus, ControlMessage
 from lightning_distrec.prefetch.differing_calls import DifferingCalls, WeightedCall, number_weights
-from lightning_distrec.prefetch.in_flight_batch import InFlightBatch, Prefetchable
+from lightning_distrec.prefetch.in_flight_batch import InFlightBatch
 from lightning_distrec.prefetch.learner import Learner
 from lightning_distrec.prefetch.step_calls import LookupCounts
 from lightning_distrec.ranks import Ranks
@@ -68,11 +68,11 @@ class Prefetcher:
     """The steps of one trainer.
 
     depth: batches in flight, at least 2; with 3, the ranks exchange a batch's status a whole step before its ids.
-    tables: path -> module whose calls can be prefetched. learner: learns which calls are.
+    tables: path -> PrefetchableTable (strategies/tables/prefetching.py). learner: learns which calls are prefetched.
     """
 
     def __init__(
-        self, depth: int, ranks: Ranks, tables: Mapping[str, Prefetchable], exchange: IdsExchange, learner: Learner
+        self, depth: int, ranks: Ranks, tables: Mapping[str, Any], exchange: IdsExchange, learner: Learner
     ) -> None:
         self.depth, self.ranks = depth, ranks
         self._tables, self._exchange, self._learner = tables, exchange, learner

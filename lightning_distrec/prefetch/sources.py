@@ -1,8 +1,8 @@
 """Where an input of a lookup comes from in the batch, how it is built from a later one, and compared at the call."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Union
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Union
 
 import torch
 from torch import Tensor
@@ -27,15 +27,8 @@ class BatchRoots:
 
     batch: Any
     sparse_inputs: Any = None
-
-    def __post_init__(self) -> None:
-        # No field: what is computed from the batch is not part of it.
-        # Past __setattr__, which refuses as the dataclass is frozen.
-        object.__setattr__(self, "memo", {})
-
-    if TYPE_CHECKING:
-        memo: ClassVar[dict[Any, Any]]
-        """What was computed from the batch, until its lookups are prepared."""
+    memo: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What was computed from the batch, until its lookups are prepared; empty whenever paths are looked for."""
 
 
 def object_at(roots: Any, path: Path) -> Any:

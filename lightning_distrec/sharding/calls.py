@@ -71,7 +71,7 @@ def check_batch(
         raise IdsError(f"{call} has offsets that begin with {first}; they must begin with 0.")
     extremes = (numbers.pop(0), numbers.pop(0)) if smallest_and_largest else NO_IDS
     if shortest < 0:
-        raise IdsError(f"{call} has a bag of {shortest} ids{_bag_text(features, lengths)}. Offsets must never fall.")
+        raise IdsError(f"{call} has a bag of {shortest} ids. Offsets must never fall.")
     if longest > values.numel() or sum(numbers) != values.numel():  # a sum of huge lengths may have overflowed
         raise IdsError(
             f"{call} has {values.numel()} ids, but its lengths add up to {sum(numbers)}"
@@ -137,15 +137,6 @@ def _list_counts(keys: list[str], numbers: list[int]) -> str:
         return ""
     shown = ", ".join(f"'{key}': {number}" for key, number in list(zip(keys, numbers, strict=True))[:_SHOWN])
     return f" ({shown}{', ...' if len(keys) > _SHOWN else ''})"
-
-
-def _bag_text(features: KeyedJaggedTensor, lengths: Tensor) -> str:
-    first = int((lengths < 0).nonzero()[0])
-    for key, bags in zip(features.keys(), features.stride_per_key(), strict=True):
-        if first < bags:
-            return f" in feature '{key}', example {first}"
-        first -= bags
-    return ""
 
 
 def rows_call(path: str, input: Tensor) -> KeyedJaggedTensor:

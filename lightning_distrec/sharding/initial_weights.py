@@ -159,24 +159,16 @@ def _without_replicas(shards: list[TableShard]) -> list[TableShard]:
 
 def _sent(source: TableShard, device: torch.device) -> Iterator[tuple[TableShard, Tensor]]:
     """Collective. Yield the blocks of a shard with their values, which its rank sends to all others."""
-    for chunk in _chunks(source):
-        # float32 holds half precision exactly, and copying into the target brings the same bits back.
-        buffer = (
-            chunk.tensor.detach().to(device, torch.float32).contiguous()
-            if chunk.tensor is not None
-            else torch.empty(chunk.num_rows, chunk.num_columns, device=device)
-        )
+    # By 4 bytes a number: float32 holds half precision exactly, and copying into the target brings the bits back.
+    rows_at_once = max(1, CHUNK_BYTES // (4 * source.num_columns))
+    for first in range(0, source.num_rows, rows_at_once):
+        rows = min(rows_at_once, source.num_rows - first)
+        if source.tensor is not None:
+            buffer = source.tensor[first : first + rows].detach().to(device, torch.float32).contiguous()
+        else:
+            buffer = torch.empty(rows, source.num_columns, device=device)
         dist.broadcast(buffer, src=source.rank)
-        yield chunk, buffer
-
-
-def _chunks(shard: TableShard) -> Iterator[TableShard]:
-    # 4 bytes for each number: rows are sent in float32.
-    rows_at_once = max(1, CHUNK_BYTES // (4 * shard.num_columns))
-    for first in range(0, shard.num_rows, rows_at_once):
-        rows = min(rows_at_once, shard.num_rows - first)
-        tensor = None if shard.tensor is None else shard.tensor[first : first + rows]
-        yield TableShard(shard.rank, shard.row + first, shard.column, rows, shard.num_columns, tensor)
+        yield replace(source, row=source.row + first, num_rows=rows, tensor=None), buffer
 
 
 def _copy_overlap(values: Tensor, source: TableShard, target: TableShard) -> None:

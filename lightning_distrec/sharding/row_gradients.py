@@ -65,21 +65,19 @@ class RowSorter:
         self._feature_keys = torch.tensor([self.first_keys[shard] for shard in shard_of_feature])
         self._bounds = torch.tensor(self.first_features)
 
-    def sort(self, rows: Tensor, ends: FeatureEnds) -> "SortedRows":
-        """Return the rows in order. rows: (num_ids,), feature by feature."""
-        if self._bounds.device != rows.device:  # once: numbers that come from the host are waited for
-            self._bounds = self._bounds.to(rows.device)
-            self._feature_keys = self._feature_keys.to(rows.device)
-        return SortedRows(self, self._feature_keys, self._bounds, rows, ends)
+    def on_device(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the first key of each feature's shard, and the first feature of each shard."""
+        if self._bounds.device != device:  # once: numbers that come from the host are waited for
+            self._bounds, self._feature_keys = self._bounds.to(device), self._feature_keys.to(device)
+        return self._feature_keys, self._bounds
 
 
 class SortedRows:
-    """The rows of all shards of a kernel, the shards one after the other."""
+    """The rows of all shards of a kernel, one shard after the other. rows: (num_ids,), feature by feature."""
 
-    def __init__(
-        self, sorter: RowSorter, first_keys: Tensor, first_features: Tensor, rows: Tensor, ends: FeatureEnds
-    ) -> None:
+    def __init__(self, sorter: RowSorter, rows: Tensor, ends: FeatureEnds) -> None:
         self._sorter, self._ends = sorter, ends
+        first_keys, first_features = sorter.on_device(rows.device)
         lengths = ends.on_device.diff()
         # A shard's rows follow those of the shard before, so that one sort serves all shards. With output_size given,
         # repeat_interleave does not wait for the GPU.
@@ -162,7 +160,7 @@ def give_gradients(kernel: Any, shards: list[LocalShard]) -> None:
         if sorter is not None and gpu.is_on_gpu(rows) and any(s.sparse and s.weight.requires_grad for s in shards):
             if not marked:
                 marked.extend(s.weight.register_post_accumulate_grad_hook(partial(_mark_summed, s)) for s in shards)
-            sorted_rows = sorter.sort(rows, ends)
+            sorted_rows = SortedRows(sorter, rows, ends)
         weights = arguments.get("per_sample_weights")
         ids = _Ids(rows, arguments["offsets"], weights, ends, sorted_rows)
         # The hook replaces the kernel's output: detached, so that FBGEMM's own backward, which would update the rows,

@@ -220,13 +220,10 @@ def _proxy(result: ShardedTables, path: str) -> ShardedProxy:
 
 
 @torch.no_grad()
+@rewriting()
 def _load(sharded: ShardedModule, groups: ShardingGroups, name: str, value: Any) -> str:
     """Load a table from a full tensor, one in a file, or one sharded alike; return what is wrong, or ""."""
-    with rewriting():
-        return _load_rows(sharded.state_dict()[name], value, groups)
-
-
-def _load_rows(target: Tensor, value: Any, groups: ShardingGroups) -> str:
+    target = sharded.state_dict()[name]
     if tuple(value.size()) != tuple(target.size()):
         return f"the table is {tuple(target.size())}, but there is {tuple(value.size())} to load into it."
     shards = table_shards(target, groups)

@@ -10,16 +10,11 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.types import ModuleSharder, ParameterSharding
 
-from lightning_distrec.errors import ConfigError
+from lightning_distrec.option_values import check_choice
 from lightning_distrec.sharding.tables import Table
 
 POOLED_TYPES: tuple[str, ...] = (
-    "table_wise",
-    "row_wise",
-    "column_wise",
-    "table_row_wise",
-    "table_column_wise",
-    "data_parallel",
+    *("table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "data_parallel"),
 )
 """Those of an EmbeddingBagCollection's tables."""
 SEQUENCE_TYPES: tuple[str, ...] = ("table_wise", "row_wise", "column_wise")
@@ -61,9 +56,8 @@ class QuantizedComms:
     """Type of their gradients, sent back in backward; fp16 overflows above 65,504 and underflows below 6e-8."""
 
     def __post_init__(self) -> None:
-        for precision in (self.forward, self.backward):
-            if precision not in PRECISIONS:
-                raise ConfigError(f"quantized_comms: {precision!r} is not known. Use one of {', '.join(PRECISIONS)}.")
+        for name in ("forward", "backward"):
+            check_choice(f"quantized_comms: {name}", getattr(self, name), PRECISIONS)
 
     @property
     def is_exact(self) -> bool:

@@ -3,14 +3,13 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torchrec.distributed.types import ShardedModule
 from torchrec.modules.embedding_configs import PoolingType
 
-from lightning_distrec.errors import ConfigError
 from lightning_distrec.ranks import Ranks
 from lightning_distrec.sharding.lookup.mapped_ids import MappedIds
 from lightning_distrec.sharding.sharders import ROW_TYPES
@@ -18,12 +17,6 @@ from lightning_distrec.sharding.sharding_groups import ShardingGroups
 from lightning_distrec.sharding.tables import SMALL_ROWS, Table, output_names
 
 CheckIds = Literal["error", "warn", "ignore"]
-
-
-def check_check_ids(value: str) -> None:
-    """Raise ConfigError unless `value` is a known way to treat ids that are out of range."""
-    if value not in get_args(CheckIds):
-        raise ConfigError(f"check_ids={value!r} is not known. Use one of {', '.join(get_args(CheckIds))}.")
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from lightning_distrec.cluster.rendezvous import name_in_store
 from lightning_distrec.errors import ConfigError, DistRecError, ShardingError
 from lightning_distrec.namespaces import refuse_other_callbacks
 from lightning_distrec.option_values import as_options, check_choice, parse_timeout
-from lightning_distrec.prefetch.even_batches import UnevenInputs, check_uneven_inputs, even
+from lightning_distrec.prefetch.even_batches import UnevenInputs, even
 from lightning_distrec.strategies.checkpoints.checkpoint_io import refuse_checkpoint_io
 from lightning_distrec.strategies.checkpoints.job_fit import JobFit, next_fit, run_name
 from lightning_distrec.strategies.checkpoints.resuming import Resuming
@@ -78,7 +78,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         timeout_seconds: float | None = None,
         watchdog_seconds: float = 30.0,
     ) -> None:
-        check_uneven_inputs(uneven_inputs)
+        check_choice("uneven_inputs", uneven_inputs, get_args(UnevenInputs))
         if watchdog_seconds < 0:
             raise ConfigError(f"watchdog_seconds={watchdog_seconds}: must be at least 0, which disables the watchdog.")
         if float32_matmul_precision is not None:

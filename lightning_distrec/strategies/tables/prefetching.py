@@ -74,9 +74,10 @@ class PrefetchableTable:
         # Learning rates are read from the param groups, not from the kernels, which some ranks do not have.
         groups = [group for name in names if (group := tables.updates[name].param_group) is not None]
         self._param_groups = list({group.label: group for group in groups}.values())
-        # FBGEMM's Adam counts forwards, so that one whose rows are not used would count too much.
         self.exchanges_counts = lookup.short_path is not None
-        # Ids are mapped in the order of the calls, once.
+        """Whether ranks know how many ids they get before these are sent; alike on all ranks."""
+        # Whether rows may be looked up before the call. Ids are mapped once, in the order of the calls; FBGEMM's Adam
+        # counts forwards, so that one whose rows are not used would count too much.
         self.early = lookup.setup.mapped is None and all(tables.updates[name].kind != "fused_lazy" for name in names)
 
     def prepare(self, arguments: tuple[Any, ...]) -> LookupRequest:

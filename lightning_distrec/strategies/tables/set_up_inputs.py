@@ -16,7 +16,7 @@ from lightning_distrec.errors import ConfigError
 from lightning_distrec.optimizers.table_optimizer import parse_table_optimizer
 from lightning_distrec.option_values import check_choice
 from lightning_distrec.prefetch.peek import loaders_in
-from lightning_distrec.sharding.lookup.lookup_setup import CheckIds, check_check_ids
+from lightning_distrec.sharding.lookup.lookup_setup import CheckIds
 from lightning_distrec.sharding.plain_embeddings import Conversion
 from lightning_distrec.sharding.planning.sharding_plan import Origin
 from lightning_distrec.sharding.planning.table_options import PlanningOptions, TableOptions
@@ -46,7 +46,7 @@ class TableSettings:
     groups: ShardingGroupOptions = field(default_factory=ShardingGroupOptions)
 
     def __post_init__(self) -> None:
-        check_check_ids(self.check_ids)
+        check_choice("check_ids", self.check_ids, get_args(CheckIds))
         if self.default_options.optimizer is not None:
             parse_table_optimizer("table_optimizer", self.default_options.optimizer)
         # Here, so that a typing error is reported when the strategy is made, before any rank plans.
