@@ -116,7 +116,7 @@ class Variant:
         self._paths = list(dict.fromkeys(path for source in computed for path in source.paths))
         parts = [part for source in computed for part in source.parts]
         self.constants = [part for part in parts if isinstance(part, Tensor)]
-        self.held = {part.name: part for part in parts if isinstance(part, HeldTensor)}
+        self.held = [part for part in parts if isinstance(part, HeldTensor)]
         self.shapes: set[Shapes] = {self._shapes_of(roots)}
         self._default_dtype = torch.get_default_dtype()
 
@@ -147,7 +147,7 @@ class Variant:
             torch.set_default_dtype(default_dtype)
 
     def _changed_tensor(self) -> str:
-        return next((f"{held.name} changes" for held in self.held.values() if held.changed()), "")
+        return next((f"{held.name} changes" for held in self.held if held.changed()), "")
 
     def narrow(self, other: "Variant") -> str:
         """Keep the origins of numbers that fit in another recording. Returns why the two are not the same, or ""."""
@@ -155,10 +155,6 @@ class Variant:
             return OTHER_OPERATIONS
         if changed := self._changed_tensor():
             return changed
-        for name, held in self.held.items():
-            tensor, other_tensor = held.tensor, other.held[name].tensor
-            if tensor is not other_tensor and not are_equal(tensor, other_tensor):  # type: ignore[arg-type]
-                return f"{name} changes"
         if not all(map(are_equal, self.constants, other.constants)):
             return "a tensor that the step makes of Python numbers changes"
         self.shapes |= other.shapes
@@ -293,13 +289,8 @@ class Trial:
         self.calls: dict[str, list[ComputedCall]] = {path: [] for path in paths}
         self._num_steps = 0
 
-    @property
-    def is_over(self) -> bool:
-        """Whether no more steps are recorded for it."""
-        return self._num_steps >= TRIAL_STEPS
-
-    def end_step(self, recorded: Mapping[str, Sequence[Variant | str]]) -> None:
-        """Learn from the recorded calls of a step: table -> its calls in their order."""
+    def end_step(self, recorded: Mapping[str, Sequence[Variant | str]]) -> bool:
+        """Learn from the recorded calls of a step: table -> its calls in their order. Return whether it is the last."""
         for path, calls in self.calls.items():
             variants = recorded.get(path, ())
             if not self._num_steps:
@@ -309,6 +300,7 @@ class Trial:
             for call, variant in zip(calls, variants, strict=True):
                 call.learn(variant)
         self._num_steps += 1
+        return self._num_steps == TRIAL_STEPS
 
     def agree(self, ranks: Ranks) -> tuple[list[ComputedCall], dict[str, str]]:
         """Collective. Return the calls that all ranks prefetch, and why others are not: table -> reason."""

@@ -85,8 +85,7 @@ class Learner:
         if is_first:
             self._learn_first(batch, recorded, variants)
         elif (trial := self._trials.get(batch.kind)) is not None:
-            trial.end_step(variants)
-            if trial.is_over:
+            if trial.end_step(variants):
                 self._learn_trial(batch, self._trials.pop(batch.kind))
         else:
             for call in batch.unready:

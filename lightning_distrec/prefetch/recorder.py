@@ -37,16 +37,15 @@ class HeldTensor:
 
     def __init__(self, name: str, read: Callable[[], Any]) -> None:
         self.name, self.read = name, read
-        self.tensor: Tensor | None = None
-        """As it was when a lookup of the recorded step first depended on it."""
+        self._stamp: Any = None
 
     def __repr__(self) -> str:
         return self.name
 
     def keep(self) -> None:
-        """Note its value, with which `changed` compares later ones."""
-        if self.tensor is None:
-            self.tensor = tensor = self.read()
+        """Note its value, with which `changed` compares later ones: where a lookup of the step first depends on it."""
+        if self._stamp is None:
+            tensor = self.read()
             self._stamp = _stamp(tensor)
             self._copy = tensor.detach().clone() if tensor.nbytes <= COPIED_BYTES else None
 
