@@ -3,6 +3,7 @@
 A chunk is a rectangle of a tensor: one that a rank holds, or one that a file has.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,9 +92,7 @@ def num_bytes(tensor: ChunkedTensor | LazyTensor) -> int:
 
 def row_ranges(shape: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]:
     """Yield the first row, and the number of rows, of blocks of at most BLOCK_BYTES (or of one row)."""
-    row_bytes = itemsize
-    for size in shape[1:]:
-        row_bytes *= size
+    row_bytes = itemsize * math.prod(shape[1:])
     at_once = max(1, BLOCK_BYTES // max(1, row_bytes))
     for first in range(0, shape[0], at_once):
         yield first, min(at_once, shape[0] - first)

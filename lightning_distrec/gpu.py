@@ -1,5 +1,6 @@
 """What is done on GPUs only. Not run on a GPU yet."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -68,13 +69,10 @@ def refuse_shared_devices(store: Store, rank: int, num_ranks: int, device: str) 
     """
     store.set(f"{KEY}/{rank}", device)
     devices = [value.decode() for value in store.multi_get([f"{KEY}/{other}" for other in range(num_ranks)])]
-    ranks_of: dict[str, list[int]] = {}
-    for other, name in enumerate(devices):
-        ranks_of.setdefault(name, []).append(other)
-    shared = next((ranks for device, ranks in ranks_of.items() if device and len(ranks) > 1), None)
-    if shared is not None:
+    if shared := next((name for name, number in Counter(devices).items() if name and number > 1), ""):
+        ranks = ", ".join(str(other) for other, name in enumerate(devices) if name == shared)
         raise ConfigError(
-            f"ranks {', '.join(map(str, shared))} are all on the GPU {devices[shared[0]]}, which NCCL does not allow. "
+            f"ranks {ranks} are all on the GPU {shared}, which NCCL does not allow. "
             "Leave Trainer(devices=...) out, or set it to the number of ranks on a node, so that each rank takes the "
             "GPU of its local rank; or let the launcher show each rank one GPU (--gpus-per-task=1)."
         )

@@ -10,19 +10,17 @@ LIMITS = ("memory.max", "memory.limit_in_bytes")
 
 def host_memory_bytes() -> int:
     """Return the memory of this machine, or of its container where that is less. Source: /proc/meminfo, cgroup."""
-    with open("/proc/meminfo") as file:
-        total = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemTotal:"))
-    try:
-        membership = MEMBERSHIP.read_text()
-    except OSError:
-        membership = ""
-    return min([total, *cgroup_limits(membership, CGROUPS)])
+    return min([_meminfo("MemTotal:"), *cgroup_limits(_read(MEMBERSHIP), CGROUPS)])
 
 
 def free_host_bytes() -> int:
     """Return the bytes that new processes could take without swapping. Source: /proc/meminfo."""
+    return _meminfo("MemAvailable:")
+
+
+def _meminfo(name: str) -> int:
     with open("/proc/meminfo") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
 
 
 def cgroup_limits(membership: str, root: Path) -> list[int]:
@@ -44,12 +42,12 @@ def cgroup_limits(membership: str, root: Path) -> list[int]:
         parts = PurePosixPath(path).parts[1:]
         if ".." not in parts:  # the group is outside of what this container sees
             folders |= {mount.joinpath(*parts[:depth]): None for depth in range(len(parts) + 1)}
-    return [limit for folder in folders for name in LIMITS for limit in _limit(folder / name)]
+    texts = [_read(folder / name).strip() for folder in folders for name in LIMITS]
+    return [int(text) for text in texts if text.isdigit()]  # others: "max"
 
 
-def _limit(file: Path) -> list[int]:
+def _read(file: Path) -> str:
     try:
-        text = file.read_text().strip()
+        return file.read_text()
     except OSError:
-        return []
-    return [int(text)] if text.isdigit() else []
+        return ""

@@ -11,14 +11,9 @@ CHANGE = (
 )
 
 
-def is_of_other_namespace(instance: object) -> bool:
-    """Return whether an object's class is one of pytorch_lightning's, or inherits from one."""
-    return any(kind.__module__.split(".")[0] == "pytorch_lightning" for kind in type(instance).__mro__)
-
-
 def refuse_other_namespace(instance: object) -> None:
-    """Raises ConfigError: a module, data module or callback is one of pytorch_lightning's."""
-    if is_of_other_namespace(instance):
+    """Raises ConfigError: the class of a module, data module or callback is, or inherits from, pytorch_lightning's."""
+    if any(kind.__module__.split(".")[0] == "pytorch_lightning" for kind in type(instance).__mro__):
         raise ConfigError(
             f"{type(instance).__name__} inherits from a class of pytorch_lightning; the Trainer is one of "
             f"lightning.pytorch, for which that is another class. {CHANGE}"

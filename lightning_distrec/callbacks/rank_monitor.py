@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from lightning_distrec.atomic_files import replace_file
 from lightning_distrec.callbacks.communication import Communication
 from lightning_distrec.callbacks.rank_records import (
     RankRecord,
@@ -121,8 +122,7 @@ class RankMonitor(Clocked):
         if self._folder and "://" not in self._folder and not trial:
             file = Path(self._folder, FILE)
             try:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(json.dumps(self.summary, indent=1))
+                replace_file(file, json.dumps(self.summary, indent=1).encode())
                 rank_zero_info(f"RankMonitor: wrote {file}.")
             except OSError as error:
                 rank_zero_warn(f"RankMonitor: the summary cannot be written to {file}: {error}.")

@@ -84,8 +84,7 @@ class RankRecord:
 def memory_of_rank(device: torch.device) -> dict[str, int]:
     """Return bytes by name: of this process, and on a GPU those of torch's allocator. Nothing waits for the device."""
     with open("/proc/self/statm") as file:
-        # The second number of statm: resident pages.
-        resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")  # the second number: resident pages
     # ru_maxrss is in KiB on Linux. The kernel's two counts are not exact, and the peak may read lower than the present.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     memory = {"process": resident, "process_peak": max(peak, resident)}
@@ -97,12 +96,11 @@ def memory_of_rank(device: torch.device) -> dict[str, int]:
 
 
 class RecordBoard:
-    """Where ranks leave their latest record, and rank 0 reads them. One process has it to itself."""
+    """Where ranks leave their latest record, and rank 0 reads them; in memory where there is one process."""
 
     def __init__(self, name: str, rank: int) -> None:
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self._num_ranks = dist.get_world_size() if several else 1
-        # A store in memory, where there is no process group, lets one process go the same way.
         self._store = default_store() if several else dist.HashStore()
         self._name, self._rank = name, rank
 

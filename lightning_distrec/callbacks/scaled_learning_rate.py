@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_distrec.callbacks.steps import LogTimes, log
 from lightning_distrec.errors import ConfigError, OptimizerError, UnsupportedError
+from lightning_distrec.option_values import check_choice
 
 Rule = Literal["linear", "sqrt"]
 
@@ -35,18 +36,13 @@ class ScaledLearningRate(Callback):
 
     def __init__(self, rule: Rule = "linear", base_ranks: int = 1, warmup_steps: int = 0) -> None:
         super().__init__()
-        if rule not in get_args(Rule):
-            raise ConfigError(f"ScaledLearningRate: rule={rule!r} is unknown. Use 'linear' or 'sqrt'.")
-        if base_ranks < 1:
+        check_choice("ScaledLearningRate: rule", rule, get_args(Rule))
+        if base_ranks < 1 or warmup_steps < 0:
             raise ConfigError(
-                f"ScaledLearningRate: base_ranks={base_ranks} must be at least 1, the number of ranks that the "
-                "learning rates were chosen for."
+                f"ScaledLearningRate: base_ranks={base_ranks} must be at least 1, and warmup_steps={warmup_steps} at "
+                "least 0 (no warm-up)."
             )
-        if warmup_steps < 0:
-            raise ConfigError(f"ScaledLearningRate: warmup_steps={warmup_steps} must be at least 0 (no warm-up).")
-        self._rule = rule
-        self._base_ranks = base_ranks
-        self._warmup_steps = warmup_steps
+        self._rule, self._base_ranks, self._warmup_steps = rule, base_ranks, warmup_steps
         self._factor = 1.0
         self._steps: list[int] = []
         self._scaled: list[ScaledSteps] = []
@@ -71,9 +67,8 @@ class ScaledLearningRate(Callback):
             return
         if any(isinstance(c, LearningRateFinder) for c in trainer.callbacks):  # type: ignore[attr-defined]
             raise ConfigError(
-                "ScaledLearningRate with LearningRateFinder: the rate that the finder returns already suits this "
-                "number of ranks and would be scaled again. Run the finder without ScaledLearningRate, then set "
-                "base_ranks to the number of ranks it ran on."
+                "ScaledLearningRate with LearningRateFinder: the finder's rate already suits this number of ranks. Run "
+                "the finder without ScaledLearningRate, then set base_ranks to the number of ranks it ran on."
             )
         # Not world_size: the global batch grows with ranks that have their own batches; those of a pipeline share one.
         num_ranks = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
@@ -107,9 +102,9 @@ class ScaledLearningRate(Callback):
         # Fused kernels copy the rate at forward. At this point no table has been updated with it.
         if self._has_fused_tables and not any(scaled.is_stepping for scaled in self._scaled):
             raise OptimizerError(
-                "ScaledLearningRate: embedding_update makes tables update inside of backward, and this backward runs "
-                "outside of optimizer.step, where rates are not scaled. Set embedding_update='auto', or pass forward "
-                "and backward to optimizer.step as its closure."
+                "ScaledLearningRate: tables are updated in backward, and this backward runs outside of optimizer.step, "
+                "where rates are not scaled. Set embedding_update='auto', or pass forward and backward to "
+                "optimizer.step as its closure."
             )
 
     @override
@@ -148,25 +143,21 @@ class ScaledLearningRate(Callback):
 
 
 class ScaledSteps:
-    """Multiplies one optimizer's rates during its steps; the closure, with forward and backward, is part of a step."""
+    """Multiplies one optimizer's rates during its steps; the closure, with forward and backward, is part of a step.
+
+    optimizers: the one, and those that step together with it. factor_at: number of a step -> its factor. steps: made
+    before.
+    """
 
     def __init__(self, optimizers: Sequence[Optimizer], factor_at: Callable[[int], float], steps: int) -> None:
-        """optimizers: the one, and those that step together with it. factor_at: number of a step -> its factor.
-
-        steps: number of steps made before.
-        """
-        self._optimizers = optimizers
-        self.steps = steps
+        self._optimizers, self._factor_at, self.steps = optimizers, factor_at, steps
         self.used: list[Any] = []
         self.is_stepping = False
-        self._factor_at = factor_at
         self._groups: list[tuple[dict[str, Any], Any]] = []
         # torch's hooks run before the closure. Lightning's on_before_optimizer_step comes after backward, when
         # fused tables have used the rate.
-        self._hooks = [
-            optimizers[0].register_step_pre_hook(self._begin),
-            optimizers[0].register_step_post_hook(self._end),
-        ]
+        register, register_after = optimizers[0].register_step_pre_hook, optimizers[0].register_step_post_hook
+        self._hooks = [register(self._begin), register_after(self._end)]
 
     def stop(self) -> None:
         """Scale no further steps, and restore the rates if a step failed; may be called more than once."""
@@ -187,12 +178,10 @@ class ScaledSteps:
 
     def _end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.steps += 1
-        number = self._restore()
-        if number is not None:
+        if (number := self._restore()) is not None:
             raise OptimizerError(
                 f"ScaledLearningRate: the learning rate of param group {number} of {type(optimizer).__name__} was set "
-                "during a step (training_step and backward are part of it), too late to be scaled. Set it in a "
-                "scheduler or in on_train_batch_start."
+                "during a step, too late to be scaled. Set it in a scheduler or in on_train_batch_start."
             )
 
     def _restore(self) -> int | None:

@@ -47,8 +47,7 @@ class StageSchedule(Callback):
         if step < 0 or Path(path).suffix != ".svg":
             raise ConfigError(f"StageSchedule: path={path!r} must end in .svg, and step={step} be at least 0.")
         self._path, self._step = Path(path), step
-        self._seen = 0
-        self._zero = 0.0
+        self._seen, self._zero = 0, 0.0
         self._spans: list[Span] = []
         self._unsubscribe: Callable[[], None] | None = None
         self.bubble: float | None = None
@@ -60,9 +59,7 @@ class StageSchedule(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Collective. Compare the ranks' clocks. Raises ConfigError: the strategy has no stages."""
         if getattr(trainer.strategy, "strategy_name", "") != "pipeline_parallel":
-            raise ConfigError(
-                "StageSchedule draws stages of strategy='pipeline_parallel'. Use PyTorchProfiler with others."
-            )
+            raise ConfigError("StageSchedule draws stages of strategy='pipeline_parallel' only. Use PyTorchProfiler.")
         self._seen, self._zero = 0, align_clocks(trainer.strategy.root_device)
 
     @override

@@ -34,10 +34,8 @@ class StepClock:
 
     def __init__(self) -> None:
         self._unsubscribe: Callable[[], None] | None = None
-        self._begin = 0.0
-        self._paused_seconds = 0.0
         self._paused_at: float | None = None
-        self._cpu_begin, self._cpu_paused = 0.0, 0.0
+        self._begin = self._paused_seconds = self._cpu_begin = self._cpu_paused = 0.0
         self._spans: list[Span] = []
 
     def start(self) -> None:
@@ -72,8 +70,7 @@ class StepClock:
         return Step(begin, self._begin, self._begin - begin - paused, spans, self._cpu_begin - cpu)
 
     def stop(self) -> None:
-        """Stop collecting spans; may be called at any time, and more than once."""
-        # on_exception, teardown and a new fit may all come here.
+        """Stop collecting spans; on_exception, teardown and a new fit may all come here."""
         if self._unsubscribe is not None:
             self._unsubscribe()
             self._unsubscribe = None
@@ -127,7 +124,7 @@ def exclusive_spans(spans: Iterable[Span]) -> list[Span]:
     position = 0.0
 
     def until(moment: float) -> None:
-        """Assign the time from `position` on to the open spans, innermost first."""
+        # The time from `position` on belongs to the innermost of the open spans.
         nonlocal position
         while open_spans and position < moment:
             span = open_spans[-1]

@@ -54,20 +54,14 @@ class PlanLogger(Callback):
             return
         setup = getattr(trainer.strategy, "run_tables", None)  # TorchRecShardedStrategy's
         if setup is None:
-            rank_zero_warn(
-                "PlanLogger: no tables are sharded, so there is no plan to write. Use "
-                "strategy='torchrec_sharded', or remove PlanLogger from the Trainer's callbacks."
-            )
+            rank_zero_warn("PlanLogger: no tables are sharded, so there is no plan. Use strategy='torchrec_sharded'.")
             return
         image_loggers: list[Any] = [logger for logger in trainer.loggers if _accepts_images(logger)]
         folder = Path(self._path or _folder_of(trainer))
         try:
             pictures = setup.write_plan(folder, picture_files=not image_loggers)
         except OSError as error:
-            raise ConfigError(
-                f"PlanLogger cannot write to '{folder}': {error}. Set another path, or remove PlanLogger from the "
-                "Trainer's callbacks."
-            ) from error
+            raise ConfigError(f"PlanLogger cannot write to '{folder}': {error}. Set another path.") from error
         for logger in image_loggers:
             for name, data in pictures.items():
                 pixels, step = _pixels(data), trainer.global_step

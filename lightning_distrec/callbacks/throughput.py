@@ -64,8 +64,7 @@ class Throughput(Clocked):
             # Exclusive spans can be added up: the rest of the step is in none of them.
             seconds_of["other"] = seconds - sum(seconds_of.values())
         numbers = {f"throughput/{name.replace(' ', '_')}_ms": total * per_step_ms for name, total in seconds_of.items()}
-        samples_per_second = self._samples_per_second()
-        if samples_per_second is not None:
+        if (samples_per_second := self._samples_per_second()) is not None:
             numbers[SAMPLES_PER_SECOND] = samples_per_second
         return {STEP_MS: seconds * per_step_ms} | numbers
 
@@ -96,8 +95,7 @@ class Throughput(Clocked):
             return
         step = self.clock.end()
         self._steps.append(StepMeasurement(samples, step.seconds, seconds_by_span(step)))
-        samples_per_second = self._samples_per_second()
-        if samples_per_second is not None:
+        if (samples_per_second := self._samples_per_second()) is not None:
             # Not by self.log(prog_bar=True), which would make a tensor on the device and wait for it.
             show_in_progress_bar(trainer, "samples/s", format_count(samples_per_second))
         if self._log_times.due(trainer):
@@ -141,25 +139,20 @@ def count_samples(batch: Any, path: str | None = None, warn: bool = False) -> in
     if len(set(sizes)) > 1 and warn:
         rank_zero_warn(
             f"Throughput: the tensors of the batch ({_describe(value)}) have different first dims, "
-            f"{sorted(set(sizes))}; {sizes[0]} is assumed to be the number of samples. Set samples_from to a tensor "
-            "whose first dim is the number of samples."
+            f"{sorted(set(sizes))}; {sizes[0]} is assumed to be the number of samples. Set samples_from otherwise."
         )
     return sizes[0] if sizes else None
 
 
 def _leaves(value: Any) -> Iterator[Any]:
     """Yield the leaves of nested dicts, lists, tuples and dataclasses."""
-    if isinstance(value, Mapping):
-        inner = list(value.values())
-    elif isinstance(value, (list, tuple)):
-        inner = list(value)
     # is_dataclass holds for classes too, which have no values.
-    elif is_dataclass(value) and not isinstance(value, type):
-        inner = [getattr(value, field.name) for field in fields(value)]
-    else:
+    if is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, field.name) for field in fields(value)]
+    if not isinstance(value, (Mapping, list, tuple)):
         yield value
         return
-    for child in inner:
+    for child in value.values() if isinstance(value, Mapping) else value:
         yield from _leaves(child)
 
 
@@ -184,8 +177,6 @@ def _at(batch: Any, path: str) -> Any:
 
 
 def _describe(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return f"a {type(value).__name__} of {', '.join(map(str, value))}"
-    if isinstance(value, (list, tuple)):
-        return f"a {type(value).__name__} of {len(value)}"
-    return f"a {type(value).__name__}"
+    content = ", ".join(map(str, value)) if isinstance(value, Mapping) else ""
+    content = str(len(value)) if isinstance(value, (list, tuple)) else content
+    return f"a {type(value).__name__}" + (f" of {content}" if content else "")

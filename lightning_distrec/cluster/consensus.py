@@ -22,7 +22,6 @@ T = TypeVar("T")
 class Consensus:
     """Collectives among the ranks of one job. Collective: making one makes a process group.
 
-    timeout_seconds: how long a rank waits for the others before the group gives up with an error.
     flags: sent along with every min all-reduce; one object for all consensuses of a process.
     members: the ranks that take part, of which this is one; `rank` and `num_ranks` count these only. None: all.
     """
@@ -32,7 +31,6 @@ class Consensus:
         self.num_ranks = dist.get_world_size() if members is None else len(members)
         self.flags = flags
         self.timeout = timedelta(seconds=timeout_seconds)
-        """How long a rank waits in collectives of this job."""
         # Ranks outside of `members` do not come here; without local synchronization new_group would wait for them.
         local = members is not None
         self._group = dist.new_group(members, self.timeout, "gloo", use_local_synchronization=local)
@@ -95,8 +93,8 @@ class Consensus:
     def all_or_none(self, activity: str, action: Callable[[], T]) -> T:
         """Collective. Run `action` on every rank and return its result; when it fails on one rank, all raise.
 
-        The rank that failed raises its own exception. The others raise the same exception of ours with the same
-        message, or RankError where it was not one of ours. `action` itself must not leave a collective half way.
+        The rank that failed raises its own exception, the others the same one with the same message, or RankError where
+        it was not one of ours. `action` itself must not leave a collective half way.
         """
         result, failure = None, None
         try:
@@ -110,10 +108,9 @@ class Consensus:
         for rank, report in enumerate(reports):
             if report is not None:
                 name, message = report
-                kind = getattr(errors, name, None)
-                if kind is None:
-                    raise errors.RankError(f"rank {rank} failed in {activity}: {name}: {message}")
-                raise kind(f"rank {rank}: {message}")
+                if (kind := getattr(errors, name, None)) is not None:
+                    raise kind(f"rank {rank}: {message}")
+                raise errors.RankError(f"rank {rank} failed in {activity}: {name}: {message}")
         return result  # type: ignore[return-value]
 
 
@@ -167,10 +164,8 @@ class RankFlags:
     """
 
     def __init__(self) -> None:
-        self.requested = CONTINUE
-        """What a signal has requested of this rank; the others may not know yet."""
-        self.agreed = CONTINUE
-        """What all ranks know to be requested of one."""
+        # What a signal has requested of this rank, and what all ranks know to be requested of one.
+        self.requested = self.agreed = CONTINUE
         self.num_exchanges = 0
         """Messages so far that were sent with flags."""
         self._has_failed: Callable[[], bool] | None = None
@@ -178,9 +173,8 @@ class RankFlags:
         """Whether all ranks know that background work has failed on one."""
         self._look: Callable[[], bool] | None = None
         self.was_seen = False
-        """Whether any rank has seen what it watches for."""
+        """Whether any rank has seen what it watches for, and the number of messages so far without that."""
         self.num_unseen = 0
-        """Messages so far without that."""
 
     def request(self, request: int) -> None:
         """Request STOP or REQUEUE. A signal handler may call it, wherever the rank is."""
@@ -199,9 +193,7 @@ class RankFlags:
         """Start another run. A stop request that came too late to reach the others stays requested."""
         self.requested = self.requested if self.agreed == CONTINUE else CONTINUE
         self.agreed = CONTINUE
-        self.was_seen = False
-        self.num_unseen = 0
-        self._look = None
+        self.was_seen, self.num_unseen, self._look = False, 0, None
 
     def to_send(self) -> tuple[int, int, int]:
         """Return this rank's flags now, as numbers of which the smallest counts."""
@@ -212,12 +204,9 @@ class RankFlags:
     def receive(self, requested: int, unseen: int, no_failure: int) -> None:
         """Take over the flags of all ranks: the smallest of each."""
         self.agreed = min(self.agreed, requested)
-        if not no_failure:
-            self.has_failed = True
-        if not unseen:
-            self.was_seen = True
-        else:
-            self.num_unseen += 1
+        self.has_failed |= not no_failure
+        self.was_seen |= not unseen
+        self.num_unseen += bool(unseen)
 
 
 class PendingMin:

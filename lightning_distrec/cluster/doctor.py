@@ -54,8 +54,6 @@ class Rank:
     """Free memory for the batches that a DataLoader's workers pass on."""
     sees_folder: bool
     """Whether it has seen a file that rank 0 wrote."""
-    clocks: tuple[float, ...]
-    """Its clock, in seconds, right after barriers."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ class Findings:
 
 
 def examine(folder: Path, timeout_seconds: float, log: Callable[[str], None]) -> Findings:
-    """Collective among the ranks that a launcher has started, if one has. Return the findings of all on every rank.
+    """Collective. Return the findings of all ranks that a launcher has started, or of this process.
 
     folder: all ranks should see it. log: called with what a rank waits for.
     Raises RendezvousError: not all ranks arrive; ConfigError: the launcher's variables do not fit together; OSError:
@@ -92,13 +90,8 @@ def examine(folder: Path, timeout_seconds: float, log: Callable[[str], None]) ->
     launched = find_launched() or Launched("no launcher", 0, 1, 0, 1, 0, 1, MeetingPoint("", (), ""))
     if launched.num_ranks > 1:
         store = meet(launched.point, launched.rank, launched.num_ranks, timeout_seconds, log, launched.nodes)
-        dist.init_process_group(
-            "gloo",
-            store=store,
-            rank=launched.rank,
-            world_size=launched.num_ranks,
-            timeout=timedelta(seconds=timeout_seconds),
-        )
+        numbers = {"rank": launched.rank, "world_size": launched.num_ranks}
+        dist.init_process_group("gloo", store=store, timeout=timedelta(seconds=timeout_seconds), **numbers)
     try:
         ranks = tuple(_gather(_examine_rank(launched, folder)))
         links = tuple(_measure_link(first, second, launched, ranks) for first, second in _choose_pairs(ranks))
@@ -124,7 +117,6 @@ def _examine_rank(launched: Launched, folder: Path) -> Rank:
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         shared_memory_bytes=shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else 0,
         sees_folder=_sees_folder(folder, launched),
-        clocks=tuple(_time_after_barrier() for _ in range(3)),
     )
 
 
@@ -155,12 +147,6 @@ def _sees_folder(folder: Path, launched: Launched) -> bool:
     return sees
 
 
-def _time_after_barrier() -> float:
-    # An all-gather ends nowhere before it has begun everywhere.
-    _gather(None)
-    return time.time()
-
-
 def _choose_pairs(ranks: tuple[Rank, ...]) -> list[tuple[int, int]]:
     """Return the pairs to measure: two ranks on each node, and the first ranks of neighboring nodes."""
     ranks_by_node: dict[int, list[int]] = {}
@@ -170,8 +156,7 @@ def _choose_pairs(ranks: tuple[Rank, ...]) -> list[tuple[int, int]]:
     within = [(node_ranks[0], node_ranks[1]) for node_ranks in nodes if len(node_ranks) > 1]
     around = [(a[0], b[0]) for a, b in zip(nodes, [*nodes[1:], nodes[0]], strict=True)]
     # In a ring of two nodes both links are the same one; with a single node there is none.
-    across = around[:1] if len(nodes) == 2 else around if len(nodes) > 2 else []
-    return within[:MAX_LINKS] + across[:MAX_LINKS]
+    return within[:MAX_LINKS] + around[: MAX_LINKS if len(nodes) > 2 else len(nodes) - 1]
 
 
 def _measure_link(first: int, second: int, launched: Launched, ranks: tuple[Rank, ...]) -> Link:
@@ -203,7 +188,6 @@ def _round_trip(peer: int, begins: bool, num_bytes: int) -> float:
 
 MIN_OPEN_FILES = 4096
 MIN_SHARED_MEMORY_BYTES = 1 << 30
-MAX_SKEW_SECONDS = 1.0
 MIN_CROSS_NODE_SPEED = 125e6
 """In bytes per second: a gigabit link."""
 
@@ -221,8 +205,7 @@ def find_problems(findings: Findings) -> list[Problem]:
     """Return the problems, errors first."""
     parts = (_version_problems, _folder_problems, _machine_problems, _link_problems)
     # "error" is before "warning" in the alphabet, and sorted keeps the order of equal kinds.
-    problems = itertools.chain.from_iterable(find(findings) for find in parts)
-    return sorted(problems, key=lambda problem: problem.kind)
+    return sorted(itertools.chain.from_iterable(part(findings) for part in parts), key=lambda problem: problem.kind)
 
 
 def _version_problems(findings: Findings) -> Iterable[Problem]:
@@ -242,8 +225,7 @@ def _folder_problems(findings: Findings) -> Iterable[Problem]:
         yield Problem(
             "error",
             f"{_list_ranks(blind)} do not see what rank 0 wrote into {findings.folder}.",
-            "Checkpoints need a file system that all ranks share: pass a folder on it as --folder here, and as "
-            "default_root_dir in training.",
+            "Checkpoints need a file system that all ranks share: set --folder, and default_root_dir in training.",
         )
 
 
@@ -257,11 +239,7 @@ def _machine_problems(findings: Findings) -> Iterable[Problem]:
         if devices and num_ranks > sum(len(rank.devices) for rank in node_ranks):
             yield Problem("error", f"{host} has {num_ranks} ranks and {devices} GPUs.", "Start one per GPU.")
         if cpus < num_ranks and all(rank.cpus == cpus for rank in node_ranks):
-            yield Problem(
-                "warning",
-                f"{host} has {num_ranks} ranks on {cpus} CPUs.",
-                "Ask for more: --cpus-per-task.",
-            )
+            yield Problem("warning", f"{host} has {num_ranks} ranks on {cpus} CPUs.", "Ask for more: --cpus-per-task.")
     if few := [rank for rank in ranks if rank.open_files < MIN_OPEN_FILES]:
         lowest = min(rank.open_files for rank in few)
         yield Problem(
@@ -276,26 +254,16 @@ def _machine_problems(findings: Findings) -> Iterable[Problem]:
             f"{_list_ranks(full)} have {decimal(lowest)} free in {SHARED_MEMORY}.",
             "Workers of dataloaders put batches there: enlarge it (docker run --shm-size), or use num_workers=0.",
         )
-    # The smallest of several: a rank may be held up between a barrier and its look at the clock.
-    skew = min(max(times) - min(times) for times in zip(*(rank.clocks for rank in ranks), strict=True))
-    if skew > MAX_SKEW_SECONDS:
-        yield Problem(
-            "warning",
-            f"clocks differ by {skew:.1f} s.",
-            "Times in logs will not match: check the time service (chrony, ntpd).",
-        )
 
 
 def _link_problems(findings: Findings) -> Iterable[Problem]:
     for link in findings.links:
         if link.across_nodes and link.bytes_per_second < MIN_CROSS_NODE_SPEED:
             first_rank, second_rank = findings.ranks[link.first], findings.ranks[link.second]
-            yield Problem(
-                "warning",
-                f"{_format_speed(link)} between {first_rank.host} and {second_rank.host}, less than a gigabit link.",
-                "Exchanges will take most of the time: set GLOO_SOCKET_IFNAME, or NCCL_SOCKET_IFNAME, to the fast "
-                "network.",
+            description = (
+                f"{_format_speed(link)} between {first_rank.host} and {second_rank.host}, less than a gigabit link."
             )
+            yield Problem("warning", description, "Set GLOO_SOCKET_IFNAME, or NCCL_SOCKET_IFNAME, to the fast network.")
 
 
 def as_json(findings: Findings, problems: list[Problem]) -> dict[str, Any]:

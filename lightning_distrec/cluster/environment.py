@@ -1,8 +1,7 @@
 """The cluster environment, in place of the one that Lightning detects.
 
-Lightning detects Slurm by variables that a batch script has as well, counts ranks by the job instead of the step,
-refuses ways to start ranks that it cannot count, and takes jobs named "bash" for interactive ones. Here the step's
-own numbers count.
+Lightning detects Slurm by variables that a batch script has as well, counts ranks by the job instead of the step, and
+refuses ways to start ranks that it cannot count.
 """
 
 import os
@@ -112,7 +111,7 @@ class LaunchedRanks(ClusterEnvironment):
 
     @override
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Do nothing: `check_numbers`, which knows what the user set, does it."""
+        """Do nothing: `check_numbers` does it."""
 
 
 class SlurmRanks(LaunchedRanks, SLURMEnvironment):
@@ -137,10 +136,9 @@ class SlurmRanks(LaunchedRanks, SLURMEnvironment):
 
 
 def check_numbers(launched: Launched, num_devices: int, num_available: int, num_nodes: int) -> None:
-    """Compare the Trainer's numbers with those of the launcher, which count.
+    """Raise ConfigError: the Trainer's numbers are none of the launcher's, which count.
 
-    num_devices: Trainer's. num_available: those that "auto" means. num_nodes: Trainer's; 1 is the default, and ignored.
-    Raises ConfigError: the user set other numbers than the launcher started.
+    num_available: what devices="auto" means. num_nodes: 1 is the Trainer's default, and ignored.
     """
     num_ranks, launcher = launched.local_num_ranks, launched.launcher
     if num_nodes not in (1, launched.num_nodes):

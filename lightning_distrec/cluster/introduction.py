@@ -77,7 +77,7 @@ class _Server(socketserver.ThreadingTCPServer):
     ) -> None:
         self.identity, self.store_port, self.key = identity, store_port, key
         self._log, self._logged = log, set[str]()
-        # socketserver makes a socket in any case; this one has been bound and listens already.
+        # socketserver makes a socket in any case; the listener has been bound already.
         super().__init__(("", 0), _Answer, bind_and_activate=False)
         self.socket.close()
         self.socket = listener
@@ -150,8 +150,7 @@ def agree_on_attempt(identity: str, rank: int, store_of: Callable[[str], Store],
     """Return an identity that this attempt of the job alone has, where the launcher's store outlives attempts.
 
     torchrun counts restarts by node, and an agent that replaces a node begins at 0. So rank 0 draws an identity for
-    each attempt, and the others take it from the store once rank 0 has answered them: that of an earlier attempt, whose
-    keys are still there, does not.
+    each attempt, and the others take it from the store once rank 0 has answered them, as an earlier one does not.
 
     identity: of the job. store_of: returns the store of an identity. pause: called while rank 0 is waited for.
     """

@@ -21,14 +21,12 @@ class Launched:
     """One process among those that were started together."""
 
     launcher: str
-    """Name of the launcher."""
     rank: int
     num_ranks: int
     local_rank: int
     local_num_ranks: int
     """Number of ranks on this node; other nodes may have other numbers."""
     node: int
-    """Number of this node."""
     num_nodes: int
     point: MeetingPoint
     is_step: bool = False
@@ -42,15 +40,11 @@ class Launched:
 
     def publish(self) -> None:
         """Set the variables that torch and torchrec read."""
-        os.environ.update(
-            RANK=str(self.rank),
-            WORLD_SIZE=str(self.num_ranks),
-            LOCAL_RANK=str(self.local_rank),
-            LOCAL_WORLD_SIZE=str(self.local_num_ranks),
-            # The node's number: as torchelastic names it, and as Lightning does.
-            GROUP_RANK=str(self.node),
-            NODE_RANK=str(self.node),
-        )
+        numbers = {"RANK": self.rank, "WORLD_SIZE": self.num_ranks}
+        numbers |= {"LOCAL_RANK": self.local_rank, "LOCAL_WORLD_SIZE": self.local_num_ranks}
+        # The node's number: as torchelastic names it, and as Lightning does.
+        numbers |= {"GROUP_RANK": self.node, "NODE_RANK": self.node}
+        os.environ.update({name: str(number) for name, number in numbers.items()})
 
 
 def read_torchrun(environ: Mapping[str, str]) -> Launched | None:
@@ -118,14 +112,11 @@ def read_open_mpi(environ: Mapping[str, str]) -> Launched | None:
 def read_pytorchjob(environ: Mapping[str, str]) -> Launched | None:
     """Return what a Kubernetes PyTorchJob passes, None if these are not its variables.
 
-    One process per pod, each with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and without LOCAL_RANK, which all
-    launchers of several processes on a machine set. Source: pkg/controller.v1/pytorch/envvar.go of Kubeflow's training
-    operator.
+    One process per pod, without LOCAL_RANK, which all launchers of several processes on a machine set.
+    Source: pkg/controller.v1/pytorch/envvar.go of Kubeflow's training operator.
     """
     # Lightning's own launcher sets these, with LOCAL_RANK.
-    if "LOCAL_RANK" in environ or any(
-        name not in environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    ):
+    if "LOCAL_RANK" in environ or not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(environ):
         return None
     rank, num_ranks = parse_number(environ, "RANK"), parse_number(environ, "WORLD_SIZE")
     identity = f"environ {environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"

@@ -20,11 +20,7 @@ from torch import Tensor
 
 PACKAGE = __name__.partition(".")[0]
 TAG = "type"
-SEQUENCES: dict[str, type[tuple[Any, ...]] | type[set[Any]] | type[frozenset[Any]]] = {
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-}
+SEQUENCES: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 def to_bytes(value: Any) -> bytes:
@@ -79,12 +75,9 @@ def _encode_library_value(value: Any) -> Any:
         return {TAG: "array", "dtype": value.dtype.str, "shape": list(value.shape), "values": _encode(value.tobytes())}
     if isinstance(value, np.generic):
         return _encode(value.item())
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value)
-    if isinstance(value, str | PurePath):
-        return str(value)
+    for kind, plain in ((int, int), (float, float), (str | PurePath, str)):
+        if isinstance(value, kind):
+            return plain(value)
     if isinstance(value, list):
         return [_encode(item) for item in value]
     raise TypeError(f"a {type(value).__name__} cannot be sent to other ranks")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
@@ -62,15 +62,9 @@ class MeetingPoint:
     """Why there may be nobody else, and what to do: part of the report where nobody else has arrived."""
 
 
-class Watch(Protocol):
-    """Watches over the ranks from the moment that they know of each other."""
-
-    def __call__(self, port: int, token: str) -> int:
-        """Start watching. port: of rank 0's watch; 0 on rank 0. token: known to this job only. Return rank 0's port."""
-
-
-def _no_watch(port: int, token: str) -> int:
-    return port
+Watch = Callable[[int, str], int]
+"""Starts to watch over the ranks. Takes the port of rank 0's watch, 0 on rank 0, and a token that is known to this job
+only; returns rank 0's port."""
 
 
 def meet(
@@ -80,14 +74,14 @@ def meet(
     timeout_seconds: float,
     log: Callable[[str], None],
     nodes: Sequence[str] = (),
-    watch: Watch = _no_watch,
+    watch: Watch = lambda port, token: port,
 ) -> Store:
     """Return a store that all ranks share, once all of them have arrived.
 
-    log: called with what this rank waits for. nodes: the node of each rank by name, where that is known. watch: called
-    once this rank and rank 0 know of each other, before the others have arrived.
-    Raises RendezvousError: not all ranks arrived within `timeout_seconds`, their numbers differ, one does not have the
-    key of the job, or no port is free.
+    log: called with what this rank waits for. nodes: of each rank by name, where that is known. watch: called once this
+    rank and rank 0 know of each other, before the others have arrived.
+    Raises RendezvousError: not all ranks arrived in time, their numbers differ, one lacks the job's key, or no port is
+    free.
     """
     meeting = _Meeting(point, rank, num_ranks, nodes, watch, _Waiting(timeout_seconds, log))
     try:
@@ -202,9 +196,7 @@ class _Meeting:
                     return PrefixStore(point.identity, client)
             # A process whose parent has ended is given to another parent.
             if point.launcher_pid not in (None, os.getppid()):
-                raise RendezvousError(
-                    "the process that has started this rank (rank 0) is gone. Its own output says why."
-                )
+                raise RendezvousError("the process that started this rank (rank 0) is gone. Its own output says why.")
             self.waiting.pause(f"waiting for rank 0 at {point.host}, port {ports}{point.hint}")
 
     def _gather(self, store: Store, key: JobKey) -> None:
@@ -230,11 +222,10 @@ class _Meeting:
                 if point.is_hosted:
                     answer(store, missing)
                 # By check, since get would block on the first rank that is missing.
-                arrived = [rank for rank in missing if store.check([f"{ARRIVED}/{rank}"])]
-                for rank in arrived:
+                for rank in [rank for rank in missing if store.check([f"{ARRIVED}/{rank}"])]:
                     rank_nonce = self._check_arrived(store, rank, key, nonce)
                     store.set(f"{COMPLETE}/{rank}/proof", key.sign("complete", point.identity, nonce, rank, rank_nonce))
-                missing -= set(arrived)
+                    missing.remove(rank)
                 if missing:
                     self.waiting.pause(describe_missing)
         except RendezvousError as failure:
@@ -278,23 +269,20 @@ class _Meeting:
         store.set(f"{ARRIVED}/{rank}", json.dumps({"num_ranks": self.num_ranks, "nonce": rank_nonce, "proof": proof}))
         # Before the wait, so that a rank that dies in it is noticed.
         self.watch(int(challenge.get("watch", 0)), key.sign("watch", identity, nonce))
-        _wait_for_all(store, self.waiting)
+
+        def describe_missing() -> str:
+            return store.get(MISSING).decode() if store.check([MISSING]) else "waiting for the other ranks"
+
+        while not store.check([COMPLETE]):
+            if store.check([FAILED]):
+                raise RendezvousError(store.get(FAILED).decode())
+            self.waiting.pause(describe_missing, logs=False)  # rank 0 logs it for all
         # Only now: rank 0 has signed what this rank drew, so that it is no other process that answered for it.
         proof = store.get(f"{COMPLETE}/{rank}/proof").decode()
         if not key.is_signed(proof, "complete", identity, nonce, rank, rank_nonce):
             raise RendezvousError(
                 f"whoever answers for rank 0 does not have the key of this job ({key.origin}). {SET_IT}."
             )
-
-
-def _wait_for_all(store: Store, waiting: _Waiting) -> None:
-    def describe_missing() -> str:
-        return store.get(MISSING).decode() if store.check([MISSING]) else "waiting for the other ranks"
-
-    while not store.check([COMPLETE]):
-        if store.check([FAILED]):
-            raise RendezvousError(store.get(FAILED).decode())
-        waiting.pause(describe_missing, logs=False)  # rank 0 logs it for all
 
 
 def _listen_at_free_port(point: MeetingPoint) -> socket.socket:

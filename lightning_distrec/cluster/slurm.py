@@ -7,6 +7,7 @@ import socket
 import subprocess
 import zlib
 from collections.abc import Mapping
+from pathlib import Path
 
 from lightning_distrec.cluster.launched import Launched, parse_number
 from lightning_distrec.cluster.rendezvous import MeetingPoint
@@ -80,8 +81,7 @@ def refuse_lone_script(environ: Mapping[str, str]) -> None:
     if "SLURM_JOB_ID" in environ and num_nodes > 1:
         raise ConfigError(
             f"Slurm gave this job {num_nodes} nodes, and this process was started on one of them alone. Start it with "
-            "srun, as `srun python ...`; set the number of ranks per node with --ntasks-per-node when requesting the "
-            "nodes."
+            "srun, as `srun python ...`; --ntasks-per-node sets the number of ranks per node."
         )
 
 
@@ -106,7 +106,7 @@ def expand_counts(tasks_per_node: str) -> list[int]:
 
 
 def requeue() -> str:
-    """Let Slurm requeue this job, which stops it; returns why that failed, or nothing."""
+    """Let Slurm requeue this job, which stops it; returns why that failed, or ""."""
     array, job = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_JOB_ID")
     if job is None:
         return "it is not a Slurm job"
@@ -124,7 +124,10 @@ def _find_nodes_by_rank(environ: Mapping[str, str], nodes: list[str], per_node: 
     """Return the node of each rank; () where its order is not known."""
     distribution = environ.get("SLURM_DISTRIBUTION", "")
     if distribution.startswith("arbitrary"):
-        return _read_hostfile(environ)
+        try:
+            return tuple(Path(environ["SLURM_HOSTFILE"]).read_text().replace(",", " ").split())
+        except (KeyError, OSError):
+            return ()
     tasks = [[node] * count for node, count in zip(nodes, per_node, strict=True)]
     block = tuple(itertools.chain(*tasks))
     cyclic = tuple(node for node in itertools.chain(*itertools.zip_longest(*tasks)) if node)
@@ -136,15 +139,6 @@ def _find_nodes_by_rank(environ: Mapping[str, str], nodes: list[str], per_node: 
         if local_ranks in ("", expected_ranks):
             return order
     return ()
-
-
-def _read_hostfile(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the nodes in the order of SLURM_HOSTFILE."""
-    try:
-        with open(environ["SLURM_HOSTFILE"]) as file:
-            return tuple(re.split(r"[\s,]+", file.read().strip()))
-    except (KeyError, OSError):
-        return ()
 
 
 def _find_meeting_point(environ: Mapping[str, str], nodes_by_rank: tuple[str, ...], nodes: list[str]) -> MeetingPoint:

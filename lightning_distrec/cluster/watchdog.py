@@ -73,11 +73,11 @@ class Watchdog:
     def start_run(self, progress: Callable[[], str]) -> None:
         """Report that a run starts. progress: returns how far the run is; called by another thread."""
         self._progress, self._failure_location = progress, ""
-        self._send(started=self._state["started"] + 1)  # type: ignore[operator]
+        self.send(started=self._state["started"] + 1)  # type: ignore[operator]
 
     def end_run(self) -> None:
         """Report that the run has ended."""
-        self._send(ended=self._state["started"])
+        self.send(ended=self._state["started"])
 
     def explain(self, failure: BaseException) -> RankError | None:
         """Report that the run has failed. Return why, if another rank is the cause; if not, the others are informed."""
@@ -88,7 +88,7 @@ class Watchdog:
         if is_network_failure(failure):
             self._answer = {}
             self._has_verdict.clear()
-            self._send(is_asking=True, location=self._failure_location)
+            self.send(is_asking=True, location=self._failure_location)
             # Without a verdict this lasts its full time; `_answer` has the locations by then.
             self._has_verdict.wait(ANSWER_SECONDS)
             if answer := self._answer:
@@ -97,19 +97,14 @@ class Watchdog:
         # The hub names a rank with a failure of its own as the cause, and this one only follows from another's.
         is_repeated = reason is not None or isinstance(failure, RankError)
         text = "" if is_repeated else f"{type(failure).__name__}: {failure}"[:MAX_FAILURE_LENGTH]
-        self._send(failed=self._state["started"], failure=text, is_asking=False)
+        self.send(failed=self._state["started"], failure=text, is_asking=False)
         return None if reason is None else RankError(reason)
 
-    def leave(self, is_leaving: bool) -> None:
-        """Report that this rank, whose run has failed, begins or ends giving up what may wait for other ranks."""
-        self._send(is_leaving=is_leaving)
+    def send(self, **changes: object) -> None:
+        """Send changes of the rank's state to its monitor, with all else: another process may have been started since.
 
-    def close(self) -> None:
-        """Stop watching; this process goes on."""
-        self._send(is_closed=True)
-
-    def _send(self, **changes: object) -> None:
-        """Send the whole state: another process may have been started since."""
+        is_leaving: its run has failed, and it gives up what may wait for others. is_closed: it is not watched any more.
+        """
         with self._sending, contextlib.suppress(OSError, ValueError):  # a rank must not fail because its watchdog does
             self._state |= changes
             self._process.stdin.write(json.dumps(self._state).encode() + b"\n")  # type: ignore[union-attr]
@@ -127,7 +122,7 @@ class Watchdog:
                     if self._answer["verdict"]:
                         self._has_verdict.set()
                 # By this thread: the main one may be stuck in a collective, which is what the hub wants to know.
-                self._send(location=self._find_location(), progress=self._progress())
+                self.send(location=self._find_location(), progress=self._progress())
             status = self._process.wait()
             # It ended as requested, or along with the interpreter: neither is a reason for another one.
             if self._state.get("is_closed") or sys.is_finalizing():

@@ -28,7 +28,7 @@ TICK_SECONDS = 0.5
 # Longer than ANSWER_SECONDS in watchdog.py, for which a rank holds an exception back while its run counts as running.
 GRACE_SECONDS = 5.0
 LINGER_SECONDS = 10.0
-"""How long the hub stays after its rank has ended, so that the others get its verdict."""
+"""How long the hub stays after its rank has ended: the others learn from it alone that the rank is gone."""
 # asyncio's default of 64 KiB might not hold the locations of all ranks of a large job.
 MAX_LINE_BYTES = 1 << 20
 COMMAND = [
@@ -49,8 +49,8 @@ class Settings:
     nodes: list[str]
     """The node of each rank by name; empty where that is not known."""
     host: str
+    """Address of the hub, and its port."""
     port: int
-    """Port of the hub."""
     listener: int | None
     """File descriptor at which the hub listens; None for the other ranks' processes."""
     token: str
@@ -59,10 +59,9 @@ class Settings:
 
     def name_ranks(self, *ranks: int) -> str:
         """Return one rank by number and node, several by their numbers."""
-        if len(ranks) == 1:
-            return f"rank {ranks[0]} on {self.nodes[ranks[0]]}" if self.nodes else f"rank {ranks[0]}"
-        suffix = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-        return f"ranks {', '.join(map(str, ranks[:8]))}{suffix}"
+        if len(ranks) > 1:
+            return f"ranks {', '.join(map(str, ranks[:8]))}" + (" and more" if len(ranks) > 8 else "")
+        return f"rank {ranks[0]}" + (f" on {self.nodes[ranks[0]]}" if self.nodes else "")
 
     def describe_silence(self, rank: int) -> str:
         """Return the verdict on a rank that reports nothing."""
@@ -83,12 +82,12 @@ class RankState:
     """Why it failed; empty if only because of another rank."""
     is_gone: bool = False
     is_closed: bool = False
-    """The rank is not watched any more, and goes on."""
+    """It is not watched any more, and goes on."""
     is_stopped: bool = False
     is_leaving: bool = False
-    """The rank's run has failed, and it gives up its shards and process groups, which may wait for other ranks."""
+    """Its run has failed, and it gives up its shards and process groups, which may wait for other ranks."""
     is_asking: bool = False
-    """A collective of the rank has failed, and it waits for the reason."""
+    """A collective of it has failed, and it waits for the reason."""
     killed_for: str = ""
     """The verdict for which the process has killed its rank."""
     location: str = field(default="", compare=False)
@@ -157,7 +156,7 @@ class Hub:
         writer.close()
 
     def tick(self) -> None:
-        """Send the verdict to all."""
+        """Count the silence of all, and send them the verdict."""
         self._ticks_silent.update(list(self._states))
         self._send()
 
@@ -237,7 +236,6 @@ class Monitor:
         while not (self._state.is_gone or self._state.is_closed):
             await asyncio.sleep(TICK_SECONDS)
             self._tick()
-        # The hub outlives its rank for a while, as the others learn from it alone that the rank is gone.
         for _ in range(round(LINGER_SECONDS / TICK_SECONDS)):
             if self._hub.is_needed:
                 await asyncio.sleep(TICK_SECONDS)

@@ -87,24 +87,31 @@ def _changes(values: Tensor) -> Tensor:
     return functional.pad(values[1:] != values[:-1], (1, 0), value=True)[: len(values)]
 
 
-class Calibration(Metric):
+class RatioMetric(Metric):
+    """A quotient of sums over examples: float64 numbers by name, which ranks add up."""
+
+    full_state_update = False
+    is_differentiable = False
+    sums: tuple[str, ...] = ()
+
+    def __init__(self, from_logits: bool = False, **options: Any) -> None:
+        super().__init__(**{"dist_sync_fn": sum_over_ranks, **options})
+        self.from_logits = from_logits
+        for name in self.sums:
+            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+
+class Calibration(RatioMetric):
     """Sum of predictions divided by the sum of labels: above 1, the model predicts too much.
 
     `update(preds, labels, weights=None)`: probabilities, or log-odds with from_logits. NaN where no label is positive
     (torchrec.metrics.calibration gives 0 there). Two float64 numbers of memory.
     """
 
-    full_state_update = False
     higher_is_better = None
-    is_differentiable = False
+    sums = ("predicted", "observed")
     predicted: Tensor
     observed: Tensor
-
-    def __init__(self, from_logits: bool = False, **options: Any) -> None:
-        super().__init__(**{"dist_sync_fn": sum_over_ranks, **options})
-        self.from_logits = from_logits
-        for name in ("predicted", "observed"):
-            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     @override
     def update(self, preds: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
@@ -122,7 +129,7 @@ MIN_PROBABILITY = 1e-12
 """Predictions are kept this far from 0 and 1, as torchrec.metrics keeps them."""
 
 
-class NormalizedEntropy(Metric):
+class NormalizedEntropy(RatioMetric):
     """Log loss divided by the entropy of the mean label: 1 for the best constant prediction, smaller is better.
 
     `update(preds, labels, weights=None)`: probabilities, or log-odds with from_logits; labels from 0 to 1.
@@ -130,18 +137,11 @@ class NormalizedEntropy(Metric):
     Source: He et al. 2014, Practical Lessons from Predicting Clicks on Ads at Facebook; torchrec.metrics.ne.
     """
 
-    full_state_update = False
     higher_is_better = False
-    is_differentiable = False
+    sums = ("log_loss", "positives", "weights")
     log_loss: Tensor
     positives: Tensor
     weights: Tensor
-
-    def __init__(self, from_logits: bool = False, **options: Any) -> None:
-        super().__init__(**{"dist_sync_fn": sum_over_ranks, **options})
-        self.from_logits = from_logits
-        for name in ("log_loss", "positives", "weights"):
-            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     @override
     def update(self, preds: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:

@@ -22,11 +22,7 @@ class TaskMetrics(nn.Module):
     """
 
     def __init__(
-        self,
-        tasks: Iterable[str],
-        metrics: Mapping[str, Metric],
-        prefix: str = "",
-        ignore_index: int | None = None,
+        self, tasks: Iterable[str], metrics: Mapping[str, Metric], prefix: str = "", ignore_index: int | None = None
     ) -> None:
         super().__init__()
         collection = MetricCollection(dict(metrics))
@@ -46,9 +42,7 @@ class TaskMetrics(nn.Module):
         task_values = [self._by_task(name, values) for name, values in (("preds", preds), ("labels", labels))]
         for task, collection in self.tasks.items():
             its_preds, its_labels = (values[task] for values in task_values)
-            task_columns = {
-                name: other[task] if isinstance(other, Mapping) else other for name, other in columns.items()
-            }
+            task_columns = {name: c[task] if isinstance(c, Mapping) else c for name, c in columns.items()}
             if self.ignore_index is not None:
                 counts = its_labels != self.ignore_index
                 its_preds, its_labels = its_preds[counts], its_labels[counts]

@@ -52,7 +52,7 @@ class ProcessRuns:
         """
         # It has the port and the token of an earlier rendezvous.
         if self.watchdog is not None:
-            self.watchdog.close()
+            self.watchdog.send(is_closed=True)
             self.watchdog = None
         if not silence_seconds:
             return port
@@ -99,12 +99,12 @@ class ProcessRuns:
         """Around what may wait for other ranks after a run. has_failed: the run has; the wait is limited then."""
         watchdog = self.watchdog if has_failed else None
         if watchdog is not None:
-            watchdog.leave(True)
+            watchdog.send(is_leaving=True)
         try:
             yield
         finally:
             if watchdog is not None:
-                watchdog.leave(False)
+                watchdog.send(is_leaving=False)
 
     def leave_at_exit(self, release: Callable[[], None]) -> None:
         """Register the destruction of the process group at exit.

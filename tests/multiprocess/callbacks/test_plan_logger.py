@@ -176,7 +176,7 @@ def _ddp() -> list[str]:
 def test_a_strategy_without_sharded_tables_is_reported_once() -> None:
     message = run_on_warm_ranks(_ddp, 2)
     assert len(message[0]) == 1
-    assert message[0][0].startswith("PlanLogger: no tables are sharded, so there is no plan to write.")
+    assert message[0][0].startswith("PlanLogger: no tables are sharded, so there is no plan.")
     assert message[1] == []
 
 

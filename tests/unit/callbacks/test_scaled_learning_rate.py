@@ -19,9 +19,9 @@ from tests.support.trainers import DEFAULTS
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"rule": "cubic"}, "rule='cubic' is unknown. Use 'linear' or 'sqrt'"),
+        ({"rule": "cubic"}, "rule='cubic' is not known. Use one of 'linear', 'sqrt'"),
         ({"base_ranks": 0}, "base_ranks=0 must be at least 1"),
-        ({"warmup_steps": -1}, "warmup_steps=-1 must be at least 0"),
+        ({"warmup_steps": -1}, "warmup_steps=-1 at least 0"),
     ],
 )
 def test_what_an_argument_cannot_be(arguments: dict[str, Any], message: str) -> None:

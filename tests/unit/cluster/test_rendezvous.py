@@ -324,5 +324,5 @@ def _reaches(host: str, listener: socket.socket) -> bool:
 def test_a_rank_whose_launching_process_is_gone_waits_for_nobody(point: MeetingPoint) -> None:
     began = time.monotonic()
     (outcome,) = _run(_rank(replace(point, launcher_pid=os.getppid() + 1), 1, 2, []))
-    assert str(outcome).startswith("the process that has started this rank (rank 0) is gone")
+    assert str(outcome).startswith("the process that started this rank (rank 0) is gone")
     assert time.monotonic() - began < 5
