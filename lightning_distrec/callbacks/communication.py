@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -30,7 +30,7 @@ from lightning_distrec.callbacks.sent_bytes import (
     ring_bytes,
     sent_by_stage,
 )
-from lightning_distrec.callbacks.steps import LogTimes, log
+from lightning_distrec.callbacks.steps import LogTimes, Stoppable, log
 
 
 @dataclass
@@ -42,28 +42,19 @@ class SentTotals:
     calls: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
     steps: int = 0
 
-    def add(self, kind: str, sent: float, across_nodes: float, calls: int) -> None:
-        """Add bytes that were sent."""
-        self.sent[kind] += sent
-        self.across_nodes[kind] += across_nodes
-        self.calls[kind] += calls
 
-
-class Communication(Callback):
+class Communication(Stoppable):
     """Logs the bytes and the number of a rank's exchanges, by kind, and prints a table at the end of a fit.
 
     Calls of torch.distributed's collectives, and the sends between stages of pipeline_parallel, are counted while a fit
     trains. Dense gradients under DDP are computed instead: DistributedDataParallel reduces them in C++, where calls are
     not seen; a ring of W ranks sends 2 (W - 1) / W of their bytes. The loggers get the numbers of rank 0; the table has
     the mean and the maximum over all ranks.
-
-    Args:
-        every_n_steps: optimizer steps between two log entries; None: the Trainer's log_every_n_steps.
     """
 
-    def __init__(self, every_n_steps: int | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._log_times = LogTimes("Communication", every_n_steps)
+        self._log_times = LogTimes()
         self._unwatch: Callable[[], None] | None = None
         self._reductions: list[tuple[DistributedDataParallel, float, float]] = []
         self._ranks_on_node: int | None = None
@@ -92,7 +83,7 @@ class Communication(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._stop()
+        self.stop()
         self._fit, self._since_log, self._evaluating = SentTotals(), SentTotals(), False
         self._gathered = None
         self._log_times.start()
@@ -142,7 +133,7 @@ class Communication(Callback):
         """Collective. Gather the counts of all ranks."""
         # Stopped first, so that the gather is not counted. All ranks make it, or none: each watches if not alone.
         watched = self._unwatch is not None
-        self._stop()
+        self.stop()
         self._gathered = self._gather(trainer) if watched and self._fit.steps else None
 
     @override
@@ -156,14 +147,7 @@ class Communication(Callback):
         print_table(self._gathered, self._ranks_on_node, self._fit.steps)
 
     @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._stop()
-
-    @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._stop()
-
-    def _stop(self) -> None:
+    def stop(self) -> None:
         if self._unwatch is not None:
             self._unwatch()
         self._unwatch, self._reductions = None, []
@@ -185,9 +169,10 @@ class Communication(Callback):
         self._count(kind, sent, across, calls=1)
 
     def _count(self, kind: str, sent: float, across_nodes: float, calls: int) -> None:
-        if not self._evaluating:
-            self._fit.add(kind, sent, across_nodes, calls)
-            self._since_log.add(kind, sent, across_nodes, calls)
+        for totals in () if self._evaluating else (self._fit, self._since_log):
+            totals.sent[kind] += sent
+            totals.across_nodes[kind] += across_nodes
+            totals.calls[kind] += calls
 
     def _numbers(self, traffic: SentTotals) -> dict[str, float]:
         shown = [kind for kind in KINDS if kind not in RARE_KINDS or self._fit.calls[kind]]
@@ -195,9 +180,7 @@ class Communication(Callback):
         numbers["communication/all_bytes"] = sum(traffic.sent.values())
         if self._ranks_on_node is not None:
             numbers["communication/across_nodes_bytes"] = sum(traffic.across_nodes.values())
-        for kind, calls in traffic.calls.items():
-            if calls:
-                numbers[f"communication/{kind.replace(' ', '_')}_calls"] = calls
+        numbers |= {f"communication/{kind.replace(' ', '_')}_calls": n for kind, n in traffic.calls.items() if n}
         return {name: number / max(traffic.steps, 1) for name, number in numbers.items()}
 
     def _gather(self, trainer: Trainer) -> Tensor:

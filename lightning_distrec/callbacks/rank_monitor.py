@@ -37,24 +37,21 @@ _fits = itertools.count()
 class RankMonitor(Clocked):
     """Logs what all ranks do, warns of stragglers, and sums the fit up as a table and as run_summary.json.
 
-    Each rank measures its steps with the host's clock. Every n steps it leaves a record in the process group's store,
-    and rank 0 logs the latest records of all ranks: no collective is added, and nothing waits for a GPU. With
+    Each rank measures its steps with the host's clock. When Lightning logs, it leaves a record in the process group's
+    store, and rank 0 logs the latest ones of all ranks: no collective is added, and nothing waits for a GPU. With
     `Communication` among the callbacks the summary has the bytes sent.
 
     Args:
-        every_n_steps: optimizer steps between two records; None: the Trainer's log_every_n_steps.
         straggler_share: a rank is a straggler if its own time, without waits for ranks and without backward, is above
             the ranks' median by more than this share of a step.
         samples_from: as in `Throughput`.
     """
 
-    def __init__(
-        self, every_n_steps: int | None = None, straggler_share: float = 0.1, samples_from: str | None = None
-    ) -> None:
+    def __init__(self, straggler_share: float = 0.1, samples_from: str | None = None) -> None:
         super().__init__()
         if straggler_share <= 0:
             raise ConfigError(f"RankMonitor: straggler_share={straggler_share} must be above 0.")
-        self._log_times = LogTimes("RankMonitor", every_n_steps)
+        self._log_times = LogTimes()
         self._share, self._samples_from = straggler_share, samples_from
         self._latest, self._fit = Totals(), Totals()
         self._board: RecordBoard

@@ -6,21 +6,21 @@ Source: Goyal et al., Accurate, Large Minibatch SGD, arXiv:1706.02677: the linea
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_distrec.callbacks.steps import LogTimes, log
+from lightning_distrec.callbacks.steps import LogTimes, Stoppable, log
 from lightning_distrec.errors import ConfigError, OptimizerError, UnsupportedError
 from lightning_distrec.option_values import check_choice
 
 Rule = Literal["linear", "sqrt"]
 
 
-class ScaledLearningRate(Callback):
+class ScaledLearningRate(Stoppable):
     """Multiplies all learning rates by a factor of the number of ranks, so that one YAML serves any number of ranks.
 
     The rates are multiplied during an optimizer's step only. Between steps the param groups hold the rates without the
@@ -47,7 +47,7 @@ class ScaledLearningRate(Callback):
         self._steps: list[int] = []
         self._scaled: list[ScaledSteps] = []
         self._has_fused_tables = False
-        self._log_times = LogTimes("ScaledLearningRate", None)
+        self._log_times = LogTimes()
         self._steps_seen = 0
 
     @property
@@ -84,7 +84,7 @@ class ScaledLearningRate(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._stop()
+        self.stop()
         self._scaled = []
         self._log_times.start()
         tables = getattr(trainer.strategy, "run_tables", None)  # TorchRecShardedStrategy's
@@ -117,18 +117,6 @@ class ScaledLearningRate(Callback):
             log(trainer, named_rates(self.rates))
 
     @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._stop()
-
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._stop()
-
-    @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._stop()
-
-    @override
     def state_dict(self) -> dict[str, Any]:
         # Before training starts, what a checkpoint has brought is passed on.
         return {"steps": [scaled.steps for scaled in self._scaled] or self._steps}
@@ -137,7 +125,8 @@ class ScaledLearningRate(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._steps = list(state_dict["steps"])
 
-    def _stop(self) -> None:
+    @override
+    def stop(self) -> None:
         for scaled in self._scaled:
             scaled.stop()
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from lightning_distrec.callbacks.steps import Stoppable
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.spans import STAGE_BACKWARD, STAGE_FORWARD, STAGE_LOSS, Span, subscribe
 
@@ -33,7 +34,7 @@ class Work:
     end: float
 
 
-class StageSchedule(Callback):
+class StageSchedule(Stoppable):
     """Draws one step of every rank of the first pipeline, and compares the time that ranks idle with the ideal.
 
     Its spans are the host's: on a GPU they end when work is queued. One step has an exchange more.
@@ -77,8 +78,7 @@ class StageSchedule(Callback):
         # All ranks draw the same batch, by their own count, so that all reach the exchange below.
         if self._unsubscribe is None:
             return
-        self._unsubscribe()
-        self._unsubscribe = None
+        self.stop()
         # Ranks of other pipelines compute the same with other batches: they are gathered, but not drawn.
         ranks: Any = trainer.strategy.ranks  # type: ignore[attr-defined]
         work = [item for item in self._gathered(trainer.strategy.root_device) if item.rank < ranks.num_ranks]
@@ -95,7 +95,7 @@ class StageSchedule(Callback):
             rank_zero_info(f"StageSchedule: {title}. Drawn in {self._path}.")
 
     @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def stop(self) -> None:
         if self._unsubscribe is not None:
             self._unsubscribe()
             self._unsubscribe = None

@@ -11,7 +11,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_distrec._compat.lightning import batches_that_stepped
-from lightning_distrec.errors import ConfigError
 from lightning_distrec.spans import Span, subscribe
 
 
@@ -85,8 +84,27 @@ class StepClock:
             self._spans.append(span)
 
 
-class Clocked(Callback):
-    """A callback with a `clock` that pauses during validation and stops when the fit ends or fails."""
+class Stoppable(Callback):
+    """A callback that stops when training ends or fails."""
+
+    def stop(self) -> None:
+        """Undo what was begun; called at any time, and more than once."""
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.stop()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.stop()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.stop()
+
+
+class Clocked(Stoppable):
+    """A callback with a `clock` that pauses during validation and stops when training ends or fails."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,11 +124,7 @@ class Clocked(Callback):
         self.clock.resume()
 
     @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self.clock.stop()
-
-    @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def stop(self) -> None:
         self.clock.stop()
 
 
@@ -154,14 +168,9 @@ def seconds_by_span(step: Step) -> dict[str, float]:
 
 
 class LogTimes:
-    """Decides when to log: every n optimizer steps, or when Lightning logs where n is None."""
+    """Decides when to log: every `Trainer(log_every_n_steps)` optimizer steps, as Lightning does."""
 
-    def __init__(self, callback: str, every_n_steps: int | None) -> None:
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ConfigError(
-                f"{callback}: every_n_steps={every_n_steps} must be at least 1; omit it to log when Lightning does."
-            )
-        self._every = every_n_steps
+    def __init__(self) -> None:
         self._last = -1
 
     def start(self) -> None:
@@ -170,7 +179,7 @@ class LogTimes:
 
     def due(self, trainer: Trainer) -> bool:
         """Return whether to log at the end of this batch; once per step when gradients accumulate over batches."""
-        every = self._every or trainer.log_every_n_steps  # type: ignore[attr-defined]  # set at run time
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set at run time
         step = batches_that_stepped(trainer)
         # Lightning raises the number after the batch that steps: batches of one accumulation have the same number.
         if not every or step == self._last or (step + 1) % every:

@@ -100,14 +100,11 @@ class DynamicIds(Callback):
     `dynamic_ids/<table>/occupancy`, the share of rows that an id has for itself; `dynamic_ids/<table>/collisions`, the
     share of the distinct ids that were looked up since the last entry and share a row; `dynamic_ids/<table>/evictions`,
     the rows that were taken from an id since then.
-
-    Args:
-        every_n_steps: optimizer steps between two entries; None: the Trainer's log_every_n_steps.
     """
 
-    def __init__(self, every_n_steps: int | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._log_times = LogTimes("DynamicIds", every_n_steps)
+        self._log_times = LogTimes()
         self._last_numbers: dict[str, tuple[int, ...]] = {}
 
     @override

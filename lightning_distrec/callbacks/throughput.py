@@ -16,6 +16,8 @@ from lightning_distrec.errors import ConfigError, did_you_mean
 
 SAMPLES_PER_SECOND = "throughput/samples_per_second"
 STEP_MS = "throughput/step_ms"
+WINDOW = 50
+"""Number of latest batches over which each number is averaged."""
 
 
 @dataclass(frozen=True)
@@ -34,20 +36,16 @@ class Throughput(Clocked):
     are those of rank 0 times the number of ranks. The phases are logged under strategies that emit spans.
 
     Args:
-        every_n_steps: optimizer steps between two log entries; None: the Trainer's log_every_n_steps.
-        window: number of latest batches over which each number is averaged.
         samples_from: where in the batch to count samples, as keys, positions or attributes joined by dots: "label",
             "0.features". The number is the first dim of the tensor there, or the stride of the KeyedJaggedTensor.
             None: the first KeyedJaggedTensor of the batch, else its first tensor.
     """
 
-    def __init__(self, every_n_steps: int | None = None, window: int = 50, samples_from: str | None = None) -> None:
+    def __init__(self, samples_from: str | None = None) -> None:
         super().__init__()
-        if window < 1:
-            raise ConfigError(f"Throughput: window={window} must be at least 1 batch.")
-        self._log_times = LogTimes("Throughput", every_n_steps)
+        self._log_times = LogTimes()
         self._samples_from = samples_from
-        self._steps: deque[StepMeasurement] = deque(maxlen=window)
+        self._steps: deque[StepMeasurement] = deque(maxlen=WINDOW)
         self._counted = False
         self._num_ranks = 1
 
@@ -100,10 +98,6 @@ class Throughput(Clocked):
             show_in_progress_bar(trainer, "samples/s", format_count(samples_per_second))
         if self._log_times.due(trainer):
             log(trainer, self.numbers)
-
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.clock.stop()
 
 
 def format_count(number: float) -> str:

@@ -33,13 +33,15 @@ class Slow(ClickModel):
 
 def _fit(folder: str, lost: bool) -> dict[str, Any]:
     rank, _ = rank_and_num_ranks()
-    monitor = RankMonitor(every_n_steps=2, straggler_share=0.2, samples_from="label")
+    monitor = RankMonitor(straggler_share=0.2, samples_from="label")
     if lost:
         rank_monitor.WAIT_SECONDS = 0.5
         if rank == 1:
             monitor._put = lambda *_: None  # type: ignore[method-assign]
     row_wise = {"sharding_types": ["row_wise"]}
-    trainer = make_trainer(row_wise, callbacks=[monitor, Communication()], logger=CSVLogger(folder))
+    trainer = make_trainer(
+        row_wise, callbacks=[monitor, Communication()], logger=CSVLogger(folder), log_every_n_steps=2
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(seeded(Slow, torch.optim.SGD, {"lr": 0.1}), DataLoader([make_batch(rank)] * STEPS, batch_size=None))

@@ -211,7 +211,7 @@ def test_ordinary_tables_get_ids_of_any_range(tmp_path: Path) -> None:
 def _logged() -> tuple[list[dict[str, float]], int]:
     rank, num_ranks = rank_and_num_ranks()
     model, logged = seeded(DynamicModel), Logged()
-    trainer = make_trainer(DYNAMIC, logger=logged, callbacks=[DynamicIds(every_n_steps=2)])
+    trainer = make_trainer(DYNAMIC, logger=logged, callbacks=[DynamicIds()], log_every_n_steps=2)
     trainer.fit(model, loader(0, STEPS, rank, num_ranks, OF))
     ids = whole_state(model).get("first.ids", torch.empty(0))  # on rank 0
     return logged.entries, int((ids >= 0).sum())
