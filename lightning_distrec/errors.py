@@ -1,22 +1,4 @@
-"""The exception tree: everything that lightning_distrec raises on purpose.
-
-DistRecError
-├── ConfigError        an option has an invalid value
-├── VersionError       the versions of torch, fbgemm and torchrec do not belong together
-├── UnsupportedError   a Trainer setting or callback cannot be exact with sharded tables
-├── ShardingError      a module or table cannot be sharded
-│   ├── PlanError               no plan meets the constraints, or a plan does not fit the run
-│   │   └── InfeasiblePlanError ... because the tables need more memory than the ranks have
-│   └── ShardedWeightError      the weight of a sharded table was read as if it were unsharded
-├── OptimizerError     an optimizer cannot update a table exactly
-├── IdsError           a batch's ids cannot be looked up: out of range, or lengths, weights or types that do not fit
-├── DataError          a dataset or a dataloader does not meet a requirement
-├── ProvenanceError    a prefetched lookup is called with another input
-├── CheckpointError    something cannot be saved or loaded exactly
-│   └── MissingCheckpointError  ... because there is no checkpoint at the path
-├── RendezvousError    the ranks do not find each other
-└── RankError          another rank failed; its message is repeated here
-"""
+"""Everything that lightning_distrec raises on purpose; docs/reference/errors.md has the usual ways out."""
 
 import difflib
 from collections.abc import Iterable

@@ -13,23 +13,18 @@ from torch.profiler import record_function
 
 from lightning_distrec._compat.torch import profiler_runs
 
+# The dataloader is asked for a batch.
 WAIT_DATA = "wait for data"
-"""The dataloader is asked for a batch."""
-WAIT_INPUT_DIST = "wait for input dist"
-"""A lookup waits for ids from other ranks."""
-WAIT_OUTPUT_DIST = "wait for output dist"
-"""User code accesses a lazy output, and its rows have not arrived yet."""
+# A lookup waits for ids from other ranks; user code accesses a lazy output whose rows have not arrived yet; the fetcher
+# waits for the control messages of the other ranks.
+WAIT_INPUT_DIST, WAIT_OUTPUT_DIST = "wait for input dist", "wait for output dist"
 WAIT_CONTROL_MESSAGE = "wait for control message"
-"""The fetcher waits for the control messages of the other ranks."""
+# The exchange of a batch's ids is prepared and started.
 START_INPUT_DIST = "start input dist"
-"""The exchange of a batch's ids is prepared and started."""
-FORWARD = "forward"
-"""The user's step, up to its loss; waits are inside of it."""
-BACKWARD = "backward"
-OPTIMIZER = "optimizer"
-"""The optimizers' own steps."""
+# The user's step up to its loss, with waits inside of it; backward; the optimizers' own steps.
+FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+# A stage computes a micro-batch, or the loss; the names are followed by the stage's number and the micro-batch's.
 STAGE_FORWARD, STAGE_BACKWARD, STAGE_LOSS = "stage forward", "stage backward", "stage loss"
-"""A stage computes a micro-batch, or the loss; the names are followed by the stage's number and the micro-batch's."""
 
 
 @dataclass(frozen=True)

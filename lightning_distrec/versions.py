@@ -22,14 +22,11 @@ from typing import NamedTuple
 
 
 class Triple(NamedTuple):
-    """Versions that match. A minor stands for all of its patch releases."""
+    """Versions that match: torch's minor release, and what to install for it. A minor stands for its patch releases."""
 
     torch: str
-    """The minor release, "2.13" for example."""
     fbgemm: str
-    """The version to install."""
     torchrec: str
-    """The version to install."""
 
 
 TRIPLES = (
@@ -54,14 +51,12 @@ class Installed:
     torch_build: str = "cpu"
     """"cpu", "cuda" or "rocm"; of no meaning without torch."""
     fbgemm_cuda: str | None = None
-    """Version of the package `fbgemm-gpu`."""
+    """Version of the package `fbgemm-gpu`; the next one: of `fbgemm-gpu-cpu`."""
     fbgemm_cpu: str | None = None
-    """Version of the package `fbgemm-gpu-cpu`."""
     torchrec: str | None = None
     torch_cuda: str = ""
-    """CUDA's major version that torch was built with, "13" for example; "": it is not known."""
+    """CUDA's major version of torch, and that which `fbgemm-gpu` is linked with, "13" for example; "": not known."""
     fbgemm_links_cuda: str = ""
-    """The one that the package `fbgemm-gpu` is linked with."""
     has_nvidia_driver: bool = False
     """Whether `fbgemm-gpu` could be loaded on this machine."""
 
@@ -101,9 +96,8 @@ def markdown_table() -> str:
 
 def fbgemm_for(installed: Installed) -> str:
     """Return the fbgemm package for the torch and this machine."""
-    # `fbgemm-gpu` needs a CUDA build of torch and, even to be imported, the NVIDIA driver. Where the driver is
-    # missing, an installed `fbgemm-gpu` stays: a login node or an image may be set up for machines that have the
-    # driver.
+    # `fbgemm-gpu` needs a CUDA build of torch and, even to be imported, the NVIDIA driver. Without that an installed
+    # `fbgemm-gpu` stays: a login node or an image may be set up for machines that have the driver.
     if installed.torch_build == "cuda" and (installed.has_nvidia_driver or list(installed.fbgemms) == ["fbgemm-gpu"]):
         return "fbgemm-gpu"
     return "fbgemm-gpu-cpu"
@@ -128,8 +122,7 @@ def problem_with(installed: Installed, *, on_cuda: bool = False) -> str | None:
     triple = triple_for(installed.torch or "")
     install = f"python -m pip install torch=={DEFAULT_TORCH}"
     if triple is None:
-        reason = f"torch must be one of: {supported()}"
-        return _problem(installed, reason, install)
+        return _problem(installed, f"torch must be one of: {supported()}", install)
     if installed.torch_build == "rocm":
         reason = "fbgemm is released for CPU and CUDA builds of torch only"
         return _problem(installed, reason, f"python -m pip uninstall -y torch && {install}")
@@ -152,14 +145,11 @@ def problem_with(installed: Installed, *, on_cuda: bool = False) -> str | None:
         fbgemm = next(iter(installed.fbgemms))
         reason = "this fbgemm was made for another torch"
     elif installed.fbgemm_cuda and {installed.torch_cuda, installed.fbgemm_links_cuda} - {"", installed.torch_cuda}:
-        needed = installed.fbgemm_links_cuda
+        needed, release = installed.fbgemm_links_cuda, (installed.torch or "").partition("+")[0]
         reason = (
-            f"fbgemm-gpu needs CUDA {needed} (libcudart.so.{needed}), and this torch brings CUDA {installed.torch_cuda}"
+            f"fbgemm-gpu needs CUDA {needed} (libcudart.so.{needed}); this torch brings CUDA {installed.torch_cuda}"
         )
-        release = (installed.torch or "").partition("+")[0]
-        return _problem(
-            installed, reason, f"python -m pip install torch=={release}+cu{needed}0  # a build for CUDA {needed}"
-        )
+        return _problem(installed, reason, f"python -m pip install torch=={release}+cu{needed}0  # for CUDA {needed}")
     elif installed.torchrec is None:
         reason = "torchrec is missing"
     elif minor(installed.torchrec) != minor(triple.torchrec):
@@ -181,17 +171,15 @@ def _problem(installed: Installed, reason: str, command: str) -> str:
 
 def find_installed() -> Installed:
     """Read the versions from the packages' metadata, without importing the packages."""
-    torch = _version_of("torch")
+    torch, fbgemm_cuda, file = _version_of("torch"), _version_of("fbgemm-gpu"), _torch_version_file()
     return Installed(
         torch=torch,
-        torch_build=build_of(torch, _torch_version_file()) if torch else "cpu",
-        fbgemm_cuda=_version_of("fbgemm-gpu"),
+        torch_build=build_of(torch, file) if torch else "cpu",
+        fbgemm_cuda=fbgemm_cuda,
         fbgemm_cpu=_version_of("fbgemm-gpu-cpu"),
         torchrec=_version_of("torchrec"),
-        torch_cuda=cuda_of(torch or "", _torch_version_file()),
-        fbgemm_links_cuda="".join(linked_cuda(Path(f)) for f in _folders_of("fbgemm_gpu"))
-        if _version_of("fbgemm-gpu")
-        else "",
+        torch_cuda=cuda_of(torch or "", file),
+        fbgemm_links_cuda="".join(map(linked_cuda, _folders_of("fbgemm_gpu"))) if fbgemm_cuda else "",
         has_nvidia_driver=_has_nvidia_driver(),
     )
 

@@ -12,21 +12,16 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_distrec._compat.torch import in_backward
 from lightning_distrec.units import format_bytes
 
-IDS = "ids"
-ROWS = "rows"
-ROW_GRADIENTS = "row gradients"
-DENSE_GRADIENTS = "dense gradients"
-GATHERED = "gathered parameters"
-REPLICAS = "replicas of tables"
-STAGE_OUTPUTS = "stage outputs"
-STAGE_GRADIENTS = "stage gradients"
+IDS, ROWS, ROW_GRADIENTS, DENSE_GRADIENTS = "ids", "rows", "row gradients", "dense gradients"
+GATHERED, REPLICAS = "gathered parameters", "replicas of tables"
+STAGE_OUTPUTS, STAGE_GRADIENTS = "stage outputs", "stage gradients"
 OTHER = "control messages and other"
+# Shown only where something of them is sent: most jobs have none.
 RARE_KINDS = (GATHERED, REPLICAS, STAGE_OUTPUTS, STAGE_GRADIENTS)
-"""Shown only where something of them is sent: most jobs have none."""
 KINDS = (IDS, ROWS, ROW_GRADIENTS, DENSE_GRADIENTS, *RARE_KINDS, OTHER)
 
+# Each chunk has a destination, so that bytes are counted exactly.
 EXCHANGES = ("all_to_all_single", "all_to_all")
-"""Each chunk has a destination, so that bytes are counted exactly."""
 RINGS = (
     *("all_reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single"),
     *("all_gather", "all_gather_into_tensor", "all_gather_single", "broadcast"),
@@ -34,10 +29,8 @@ RINGS = (
 """The bytes depend on the backend's algorithm; they are counted as those of a ring of all ranks."""
 HOOKS = ("lightning_distrec.strategies.data_parallel", "torch.distributed.algorithms.ddp_comm_hooks")
 """The modules that exchange DDP's gradients in Python."""
-FSDP = "torch.distributed.fsdp."
-"""The modules that gather parameters, and sum and scatter their gradients."""
-STAGE_REPLICAS = "lightning_distrec.strategies.stages.gradients"
-"""The module that averages the gradients of a stage's replicas."""
+# The modules that gather parameters and scatter their gradients, and the one that averages those of stages' replicas.
+FSDP, STAGE_REPLICAS = "torch.distributed.fsdp.", "lightning_distrec.strategies.stages.gradients"
 
 _OF_ROWS = ("torchrec.distributed.comm_ops", "lightning_distrec.sharding.lookup.short_path")
 """Modules that send rows and their gradients by other collectives too."""

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_distrec.callbacks.steps import Stoppable
@@ -104,25 +105,26 @@ class StageSchedule(Stoppable):
         """Collective. Return the work of all ranks."""
         rows = []
         for span in self._spans:
-            kind = next((i for i, name in enumerate(KINDS) if span.name.startswith(f"{name} ")), None)
-            if kind is not None:
-                # The names end in the stage's and the micro-batch's numbers: see spans.py.
-                stage, microbatch = map(int, span.name.split()[-2:])
-                rows.append([kind, stage, microbatch, span.begin - self._zero, span.end - self._zero])
-        # float64: an hour after the start float32 resolves a quarter of a millisecond only.
-        local_rows = torch.tensor(rows, dtype=torch.float64, device=device).reshape(-1, 5)
-        counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-        dist.all_gather(counts, torch.tensor([len(local_rows)], device=device))
+            # The names end in the stage's and the micro-batch's numbers: see spans.py.
+            kind, *numbers = span.name.rsplit(maxsplit=2)
+            if kind in KINDS:
+                rows.append([KINDS.index(kind), *map(int, numbers), span.begin - self._zero, span.end - self._zero])
+        counts = _all_gather(torch.tensor([len(rows)], device=device))
         # all_gather takes equal shapes, and ranks differ: the last stage's rank has spans of the loss too.
-        padded = torch.zeros(int(max(counts)), 5, dtype=torch.float64, device=device)
-        padded[: len(local_rows)] = local_rows
-        gathered = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(gathered, padded)
+        rows += [[0.0] * 5] * (int(max(counts)) - len(rows))
+        # float64: an hour after the start float32 resolves a quarter of a millisecond only.
+        gathered = _all_gather(torch.tensor(rows, dtype=torch.float64, device=device).reshape(-1, 5))
         return [
             Work(rank, int(kind), int(stage), int(microbatch), begin, end)
             for rank, (rank_rows, count) in enumerate(zip(gathered, counts, strict=True))
             for kind, stage, microbatch, begin, end in rank_rows[: int(count)].tolist()
         ]
+
+
+def _all_gather(local: Tensor) -> list[Tensor]:
+    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, local)
+    return gathered
 
 
 def align_clocks(device: torch.device, rounds: int = 5) -> float:
@@ -138,8 +140,7 @@ def align_clocks(device: torch.device, rounds: int = 5) -> float:
         token.item()  # waits for a GPU
         moments.append(time.perf_counter())
     local = torch.tensor(moments, dtype=torch.float64, device=device)
-    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, local)
+    gathered = _all_gather(local)
     # Rank 0's first moment, in this rank's clock: perf_counter counts from a moment that differs between nodes.
     return float(gathered[0][0]) + float((local - gathered[0]).median())
 
@@ -161,8 +162,7 @@ def draw_schedule(work: list[Work], title: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-size="12" font-family="Arial">',
         f'<rect width="{WIDTH}" height="{height}" fill="white"/><text x="10" y="20" font-size="13">{title}</text>',
     ]
-    for rank in range(rows):
-        y = TOP + rank * ROW
+    for rank, y in enumerate(range(TOP, TOP + rows * ROW, ROW)):
         parts.append(f'<text x="10" y="{y + 19}">rank {rank}</text>')
         parts.append(f'<rect x="{LEFT}" y="{y}" width="{WIDTH - LEFT - 10}" height="{ROW - 6}" fill="#e9edf1"/>')
     for item in work:
@@ -170,11 +170,10 @@ def draw_schedule(work: list[Work], title: str) -> str:
         x, width = LEFT + (item.begin - begin) * scale, (item.end - item.begin) * scale
         y, opacity = TOP + item.rank * ROW, 1.0 - 0.5 * (item.stage // rows) / max(1, num_stages // rows)
         name = f"{KINDS[item.kind]}, stage {item.stage}, micro-batch {item.microbatch}"
-        milliseconds = 1000 * (item.end - item.begin)
         parts.append(
             f'<rect x="{x:.2f}" y="{y}" width="{max(width, 0.5):.2f}" height="{ROW - 6}" fill="{COLORS[item.kind]}" '
             f'fill-opacity="{opacity:.2f}" stroke="white" stroke-width="0.5">'
-            f"<title>{name}: {milliseconds:.2f} ms</title></rect>"
+            f"<title>{name}: {1000 * (item.end - item.begin):.2f} ms</title></rect>"
         )
         # Narrower bars have no place for a number. All have a title, which browsers show at the pointer.
         if width > 14:

@@ -21,8 +21,7 @@ class BatchJob:
         gpus: Request a GPU for each rank.
         cpus_per_rank: CPUs for the rank itself and the workers of its dataloaders.
         time: Time limit in Slurm's form: minutes, hours:minutes:seconds, days-hours and so on.
-        partition: Slurm's default if empty.
-        account: Slurm's default if empty.
+        partition, account: Slurm's default if empty.
         signal_seconds: Seconds before the time limit at which Slurm signals the ranks to save a checkpoint.
         job_name: The folder of the first YAML file if empty.
         error: File for stderr, in Slurm's form; empty: the log.

@@ -1,7 +1,7 @@
 """What a rank uses of its machine: a number of threads, and the network interface to the ranks of other nodes.
 
-By default gloo takes the interface that the machine's own name resolves to, which may be no network at all (127.0.1.1),
-and NCCL the first that is up.
+By default gloo takes the interface of the machine's own name, which may be no network at all (127.0.1.1), and NCCL the
+first that is up.
 """
 
 import ctypes
@@ -77,7 +77,7 @@ def choose_interface(
     if not _is_outside(address):
         # On rank 0's node the way to rank 0 is the loopback: the address of another node shows the network.
         addresses = [store.get(f"{KEY}/{other}").decode() for other in range(num_ranks)]
-        outside = next((other for other in addresses if _is_outside(other)), "")
+        outside = next(filter(_is_outside, addresses), "")
         address = find_local_address(outside) if outside else ""
     name = find_interface(address) if _is_outside(address) else None
     if name is None:

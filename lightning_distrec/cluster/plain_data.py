@@ -72,7 +72,7 @@ def _encode_library_value(value: Any) -> Any:
         if isinstance(value, sequence):
             return {TAG: name, "items": [_encode(item) for item in value]}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        return {TAG: "array", "dtype": value.dtype.str, "shape": list(value.shape), "values": _encode(value.tobytes())}
+        return {TAG: "array", "tensor": _encode(torch.tensor(value))}
     if isinstance(value, np.generic):
         return _encode(value.item())
     for kind, plain in ((int, int), (float, float), (str | PurePath, str)):
@@ -102,12 +102,7 @@ def _decode(data: Any) -> Any:
             raise ValueError("a tensor has other values than its shape says")
         return torch.frombuffer(raw, dtype=empty.dtype).reshape(empty.shape) if raw else empty
     if kind == "array":
-        dtype = np.dtype(data["dtype"])
-        # Bools and numbers only: arrays of objects hold pointers.
-        if dtype.kind not in "biuf":
-            raise ValueError(f"an array of {dtype}")
-        # Copied, as frombuffer's array is a read-only view of the message.
-        return np.frombuffer(_decode(data["values"]), dtype).reshape(data["shape"]).copy()
+        return _decode(data["tensor"]).numpy()
     if kind == "dtype":
         return _find_dtype(data["name"])
     if kind == "device":

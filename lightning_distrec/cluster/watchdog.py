@@ -21,7 +21,6 @@ from lightning_distrec.errors import RankError
 
 ANSWER_SECONDS = 3.0
 """How long a rank waits for the reason of a failed collective; after that, it gets all ranks' locations."""
-MAX_FAILURE_LENGTH = 500
 MAX_STARTS = 6
 """A process that was killed is started again, up to this number in all."""
 NETWORK_ERROR = re.compile(
@@ -29,7 +28,7 @@ NETWORK_ERROR = re.compile(
 )
 """Words in the plain RuntimeErrors that torch raises when another rank is gone or does not arrive."""
 # The last is this package, which an editable install keeps outside of site-packages.
-NOT_USER_CODE = ("site-packages", "dist-packages", str(Path(os.__file__).parent), str(Path(__file__).parents[1]))
+NOT_USER_CODE = ("<", "site-packages", "dist-packages", str(Path(os.__file__).parent), str(Path(__file__).parents[1]))
 
 # What a user may not know whose ranks have parted ways.
 RULE = (
@@ -96,7 +95,7 @@ class Watchdog:
                 reason = f"{answer['verdict']}." if answer["verdict"] else places
         # The hub names a rank with a failure of its own as the cause, and this one only follows from another's.
         is_repeated = reason is not None or isinstance(failure, RankError)
-        text = "" if is_repeated else f"{type(failure).__name__}: {failure}"[:MAX_FAILURE_LENGTH]
+        text = "" if is_repeated else f"{type(failure).__name__}: {failure}"[:500]
         self.send(failed=self._state["started"], failure=text, is_asking=False)
         return None if reason is None else RankError(reason)
 
@@ -154,12 +153,8 @@ def find_location(frames: Iterable[tuple[FrameType, int]]) -> str:
 
     frames: with their lines, innermost first, as `traceback.walk_stack` returns them.
     """
-    frames = list(frames)
-    innermost = frames[0]
-    user, line = next((place for place in frames if _is_user_code(place[0].f_code.co_filename)), innermost)
-    location = f"{os.path.basename(user.f_code.co_filename)}:{line} in {user.f_code.co_name}"
-    return location if user is innermost[0] else f"{location} ({innermost[0].f_code.co_name})"
-
-
-def _is_user_code(path: str) -> bool:
-    return not path.startswith("<") and not any(part in path for part in NOT_USER_CODE)
+    codes = [(frame.f_code, line) for frame, line in frames]
+    outside = [place for place in codes if not any(part in place[0].co_filename for part in NOT_USER_CODE)]
+    (user, line), (innermost, _) = (outside or codes)[0], codes[0]
+    location = f"{os.path.basename(user.co_filename)}:{line} in {user.co_name}"
+    return location if user is innermost else f"{location} ({innermost.co_name})"

@@ -16,6 +16,7 @@ from lightning_distrec.metrics.click_metrics import (
     pairs_of_bins,
     sum_over_ranks,
 )
+from lightning_distrec.option_values import check_choice
 
 DTYPES = {"preds": torch.float32, "labels": torch.bool, "users": torch.int64}
 
@@ -55,12 +56,8 @@ class GAUC(Metric):
         **options: Any,
     ) -> None:
         if (bins is None) != (num_users is None) or min(bins or 1, num_users or 1) < 1:
-            raise ConfigError(
-                f"GAUC: bins={bins}, num_users={num_users}: set both, at least 1, to bound memory, or neither to be "
-                "exact."
-            )
-        if weighting not in ("examples", "users"):
-            raise ConfigError(f"GAUC: weighting={weighting!r}: set 'examples' or 'users'.")
+            raise ConfigError(f"GAUC: bins={bins}, num_users={num_users}: set both, at least 1, or neither (exact).")
+        check_choice("GAUC: weighting", weighting, ("examples", "users"))
         super().__init__(**({"dist_sync_fn": sum_over_ranks, **options} if bins else options))
         self.bins, self.num_users, self.from_logits, self.weighting = bins, num_users, from_logits, weighting
         if bins and num_users:
@@ -80,9 +77,8 @@ class GAUC(Metric):
             return
         # No branch on the values: what does not count is added as 0 at the first place, and the host waits for no GPU.
         is_counted = (users >= 0) & (users < self.num_users) & ~preds.isnan()
-        places = torch.where(
-            is_counted, (users.long() * self.bins + bins_of(preds, self.bins, self.from_logits)) * 2, 0
-        )
+        bins = users.long() * self.bins + bins_of(preds, self.bins, self.from_logits)
+        places = torch.where(is_counted, bins * 2, 0)
         self.counts = self.counts.index_add(0, places + (labels > 0.5).long() * is_counted, is_counted.int())
         self.beyond = self.beyond + (~is_counted).sum()
 

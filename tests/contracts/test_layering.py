@@ -74,8 +74,15 @@ MAY_IMPORT = {
     | {"strategies/run", "strategies/activations", "strategies/data_parallel", "strategies/fully_sharded"},
     "strategies/tables": BELOW_STRATEGIES | {"strategies/data_parallel", "strategies/run", "strategies/estimates"},
     "strategies": BELOW_STRATEGIES | STRATEGIES,
-    "callbacks": {"errors", "units", "_compat", "spans"},  # for any strategy: they read its attributes and its spans
-    "metrics": {"errors"},  # for any strategy, and for none
+    "callbacks": {
+        "errors",
+        "units",
+        "_compat",
+        "spans",
+        "atomic_files",
+        "option_values",
+    },  # for any strategy: they read its attributes and its spans
+    "metrics": {"errors", "option_values"},  # for any strategy, and for none
     "advice": BELOW_STRATEGIES | STRATEGIES,
     "serving": BELOW_STRATEGIES,
     "bench": GROUND | {"callbacks"},  # strategies are names to it: it starts processes

@@ -64,7 +64,7 @@ def test_local_suffixes_and_patch_releases_match_by_minor(torch):
         (changed(CUDA, has_nvidia_driver=False), "without the NVIDIA driver"),
         (
             changed(CUDA, torch="2.13.0+cu129", torch_cuda="12", fbgemm_links_cuda="13"),
-            r"needs CUDA 13 \(libcudart.so.13\), and this torch brings CUDA 12(.|\n)*install torch==2.13.0\+cu130",
+            r"needs CUDA 13 \(libcudart.so.13\); this torch brings CUDA 12(.|\n)*install torch==2.13.0\+cu130",
         ),
         (changed(CPU, fbgemm_cpu=None), "fbgemm is missing"),
         (changed(CPU, torchrec=None), "torchrec is missing"),

@@ -181,7 +181,7 @@ def test_each_task_has_metrics_of_its_own() -> None:
     ("call", "message"),
     [
         (lambda p, n: GAUC(bins=10), "set both"),
-        (lambda p, n: GAUC(weighting="clicks"), "'examples' or 'users'"),
+        (lambda p, n: GAUC(weighting="clicks"), "Use one of 'examples', 'users'"),
         (lambda p, n: WindowedAUC(0), "window=0"),
         (lambda p, n: DecayedAUC(0), "half_life=0"),
         (lambda p, n: Calibration().update(p, n[1:]), "need the same shape"),
