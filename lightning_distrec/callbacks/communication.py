@@ -198,9 +198,8 @@ def find_ddps(trainer: Trainer) -> list[DistributedDataParallel]:
     """Return every DistributedDataParallel of the strategy, including those around data-parallel tables."""
     model = trainer.strategy.model
     ddps = [] if model is None else [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
-    setup = getattr(trainer.strategy, "run_tables", None)  # TorchRecShardedStrategy's
-    if setup is not None:
-        # TorchRec keeps the lookups that it wraps in DDP in a plain list, which `modules()` does not visit.
-        for sharded in setup.shards.sharded.values():
-            ddps += ddp_of_data_parallel_tables(sharded)
+    tables = getattr(trainer.strategy, "run_tables", None)  # TorchRecShardedStrategy's
+    # TorchRec keeps the lookups that it wraps in DDP in a plain list, which `modules()` does not visit.
+    for sharded in () if tables is None else tables.shards.sharded.values():
+        ddps += ddp_of_data_parallel_tables(sharded)
     return ddps

@@ -173,15 +173,9 @@ def summarize_ranks(records: Sequence[RankRecord], missing: Sequence[int], share
         "slowest_rank": _slowest(fits, records),
         "stragglers": [records[place].rank for place in stragglers(fits, share)],
         "by_rank": [
-            {
-                "rank": record.rank,
-                "host": record.host,
-                "steps": fit.steps,
-                "samples": fit.samples,
-                **fit.times(),
-                "memory_bytes": record.memory,
-            }
-            for record, fit in zip(records, fits, strict=True)
+            {"rank": record.rank, "host": record.host, "steps": record.fit.steps, "samples": record.fit.samples}
+            | {**record.fit.times(), "memory_bytes": record.memory}
+            for record in records
         ],
     }
 
@@ -202,12 +196,8 @@ def print_summary(summary: dict[str, Any]) -> None:
     if len(rows) > MAX_SHOWN_RANKS:
         rows = sorted(rows, key=lambda row: -row["own_ms"])[:MAX_SHOWN_RANKS]
         lines.append(f"{MAX_SHOWN_RANKS} of {summary['ranks']} ranks are shown, those with most time of their own")
-    text = TextTable(
-        title=f"Fit over {summary['ranks']} ranks" if summary["ranks"] > 1 else "Fit",
-        title_justify="left",
-        caption="\n".join(lines),
-        caption_justify="left",
-    )
+    title = f"Fit over {summary['ranks']} ranks" if summary["ranks"] > 1 else "Fit"
+    text = TextTable(title=title, title_justify="left", caption="\n".join(lines), caption_justify="left")
     for heading in ("rank", "host", "step ms", "own ms", "wait ms", "cpu ms", *rows[0]["memory_bytes"]):
         text.add_column(heading.replace("_", " "), justify="left" if heading == "host" else "right")
     for row in rows:

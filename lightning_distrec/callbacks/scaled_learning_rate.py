@@ -189,12 +189,10 @@ class ScaledSteps:
 
 def named_rates(rates: list[list[float]]) -> dict[str, float]:
     """Return name -> rate; optimizers and groups are numbered if there are several."""
-    named = {}
+    named: dict[str, float] = {}
     for index, groups in enumerate(rates):
-        optimizer = f"/optimizer_{index}" if len(rates) > 1 else ""
-        for number, rate in enumerate(groups):
-            group = f"/group_{number}" if len(groups) > 1 else ""
-            named[f"scaled_learning_rate{optimizer}{group}"] = rate
+        name = "scaled_learning_rate" + (f"/optimizer_{index}" if len(rates) > 1 else "")
+        named |= {name + (f"/group_{n}" if len(groups) > 1 else ""): rate for n, rate in enumerate(groups)}
     return named
 
 

@@ -1,5 +1,6 @@
 """What one call of a collective sends: its kind, the bytes that leave the rank, and those that leave its node."""
 
+import itertools
 from typing import Any
 
 import torch
@@ -135,11 +136,10 @@ def reduced_bytes(ddp: DistributedDataParallel, ranks_on_node: int | None) -> tu
 
 def dtype_sent(arguments: dict[str, Any]) -> torch.dtype:
     """Return the dtype of the tensors that a call sends. arguments: its arguments, by name."""
-    for key in ("input", "tensor", "input_tensor"):
-        if key in arguments:
-            dtype: torch.dtype = arguments[key].dtype
-            return dtype
-    return next(tensor.dtype for key in ("input_tensor_list", "input_list") for tensor in arguments.get(key, []))
+    single = [arguments[key] for key in ("input", "tensor", "input_tensor") if key in arguments]
+    lists = [arguments[key] for key in ("input_tensor_list", "input_list") if key in arguments]
+    dtype: torch.dtype = next(itertools.chain(single, *lists)).dtype
+    return dtype
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -158,16 +158,11 @@ def print_table(per_step: Tensor, ranks_on_node: int | None, steps: int, console
     """Print the table. per_step: shape (ranks, 3, kinds), bytes sent, those across nodes, and calls."""
     ranks = len(per_step)
     several_nodes = ranks_on_node is not None and ranks_on_node < ranks
-    text = TextTable(
-        title=f"Bytes sent per rank and step ({ranks} ranks, {steps} steps)",
-        title_justify="left",
-        caption="All-to-alls and sends are counted exactly, other collectives as rings; gradients under DDP are "
-        "computed.",
-        caption_justify="left",
-    )
+    title = f"Bytes sent per rank and step ({ranks} ranks, {steps} steps)"
+    caption = "All-to-alls and sends are counted exactly, other collectives as rings; gradients under DDP are computed."
+    text = TextTable(title=title, title_justify="left", caption=caption, caption_justify="left")
     node_headings = ["across nodes"] if several_nodes else []
-    headings = ["kind", "mean", "max", "on rank", *node_headings, "source", "calls"]
-    for heading in headings:
+    for heading in ["kind", "mean", "max", "on rank", *node_headings, "source", "calls"]:
         text.add_column(heading, justify="left" if heading in ("kind", "source") else "right")
     sent, across, calls = per_step.unbind(1)
     # DDP's own reduction makes no call that is seen; those of hooks and of replicas of stages are.

@@ -1,8 +1,8 @@
 """Measures samples per second, and how the time of a step is spent."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -11,22 +11,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_distrec._compat.lightning import show_in_progress_bar
-from lightning_distrec.callbacks.steps import Clocked, LogTimes, log, seconds_by_span
+from lightning_distrec.callbacks.steps import Clocked, LogTimes, Step, log, seconds_by_span
 from lightning_distrec.errors import ConfigError, did_you_mean
 
 SAMPLES_PER_SECOND = "throughput/samples_per_second"
 STEP_MS = "throughput/step_ms"
 WINDOW = 50
 """Number of latest batches over which each number is averaged."""
-
-
-@dataclass(frozen=True)
-class StepMeasurement:
-    """The measurements of one step."""
-
-    samples: int | None
-    seconds: float
-    seconds_by_span: dict[str, float]
 
 
 class Throughput(Clocked):
@@ -45,7 +36,7 @@ class Throughput(Clocked):
         super().__init__()
         self._log_times = LogTimes()
         self._samples_from = samples_from
-        self._steps: deque[StepMeasurement] = deque(maxlen=WINDOW)
+        self._steps: deque[tuple[Step, int | None]] = deque(maxlen=WINDOW)
         self._counted = False
         self._num_ranks = 1
 
@@ -55,20 +46,21 @@ class Throughput(Clocked):
         if not self._steps:
             return {}
         per_step_ms = 1000 / len(self._steps)
-        seconds = sum(step.seconds for step in self._steps)
-        names = dict.fromkeys(name for step in self._steps for name in step.seconds_by_span)
-        seconds_of = {name: sum(step.seconds_by_span.get(name, 0.0) for step in self._steps) for name in names}
-        if seconds_of:
+        seconds = sum(step.seconds for step, _ in self._steps)
+        totals: Any = Counter()
+        for step, _ in self._steps:
+            totals.update(seconds_by_span(step))
+        if totals:
             # Exclusive spans can be added up: the rest of the step is in none of them.
-            seconds_of["other"] = seconds - sum(seconds_of.values())
-        numbers = {f"throughput/{name.replace(' ', '_')}_ms": total * per_step_ms for name, total in seconds_of.items()}
+            totals["other"] = seconds - sum(totals.values())
+        numbers = {f"throughput/{name.replace(' ', '_')}_ms": total * per_step_ms for name, total in totals.items()}
         if (samples_per_second := self._samples_per_second()) is not None:
             numbers[SAMPLES_PER_SECOND] = samples_per_second
         return {STEP_MS: seconds * per_step_ms} | numbers
 
     def _samples_per_second(self) -> float | None:
-        seconds = sum(step.seconds for step in self._steps)
-        samples = [step.samples for step in self._steps if step.samples is not None]
+        seconds = sum(step.seconds for step, _ in self._steps)
+        samples = [number for _, number in self._steps if number is not None]
         return sum(samples) * self._num_ranks / seconds if seconds and len(samples) == len(self._steps) else None
 
     @override
@@ -91,8 +83,7 @@ class Throughput(Clocked):
         samples = count_samples(batch, self._samples_from, warn=first) if first or self.clock.running else None
         if not self.clock.running:
             return
-        step = self.clock.end()
-        self._steps.append(StepMeasurement(samples, step.seconds, seconds_by_span(step)))
+        self._steps.append((self.clock.end(), samples))
         if (samples_per_second := self._samples_per_second()) is not None:
             # Not by self.log(prog_bar=True), which would make a tensor on the device and wait for it.
             show_in_progress_bar(trainer, "samples/s", format_count(samples_per_second))

@@ -12,24 +12,7 @@ from lightning_distrec.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class BatchJob:
-    """What the script requests of Slurm.
-
-    Args:
-        configs: YAML files that `fit` merges.
-        nodes: Number of nodes.
-        ranks_per_node: Number of ranks on each node, usually its GPUs.
-        gpus: Request a GPU for each rank.
-        cpus_per_rank: CPUs for the rank itself and the workers of its dataloaders.
-        time: Time limit in Slurm's form: minutes, hours:minutes:seconds, days-hours and so on.
-        partition, account: Slurm's default if empty.
-        signal_seconds: Seconds before the time limit at which Slurm signals the ranks to save a checkpoint.
-        job_name: The folder of the first YAML file if empty.
-        error: File for stderr, in Slurm's form; empty: the log.
-        setup: Lines of the shell that run before anything else.
-        sbatch: Further options of sbatch, such as "qos=high".
-        launcher: "srun" starts every rank; "torchrun": one on each node starts its ranks, and again after a failure.
-        overrides: Further arguments of `fit`.
-    """
+    """What the script requests of Slurm, and runs; `lightning-distrec slurm --help` describes each field."""
 
     configs: tuple[str, ...]
     nodes: int
@@ -63,8 +46,8 @@ class BatchJob:
                 raise ConfigError(f"--sbatch {option!r}: give an option without hyphens, such as qos=high.")
 
 
+# Words in place of shell variables, which `shlex.join` would quote.
 HOST, ATTEMPT = "RENDEZVOUS_HOST", "RENDEZVOUS_ID"
-"""Words in place of shell variables, which `shlex.join` would quote."""
 RENDEZVOUS = (
     "",
     "# The first node's torchrun is where the others meet; set MASTER_ADDR if its name has no address.",

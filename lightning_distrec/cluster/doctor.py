@@ -90,8 +90,8 @@ def examine(folder: Path, timeout_seconds: float, log: Callable[[str], None]) ->
     launched = find_launched() or Launched("no launcher", 0, 1, 0, 1, 0, 1, MeetingPoint("", (), ""))
     if launched.num_ranks > 1:
         store = meet(launched.point, launched.rank, launched.num_ranks, timeout_seconds, log, launched.nodes)
-        numbers = {"rank": launched.rank, "world_size": launched.num_ranks}
-        dist.init_process_group("gloo", store=store, timeout=timedelta(seconds=timeout_seconds), **numbers)
+        timeout = timedelta(seconds=timeout_seconds)
+        dist.init_process_group("gloo", store=store, rank=launched.rank, world_size=launched.num_ranks, timeout=timeout)
     try:
         ranks = tuple(_gather(_examine_rank(launched, folder)))
         links = tuple(_measure_link(first, second, launched, ranks) for first, second in _choose_pairs(ranks))
@@ -147,12 +147,13 @@ def _sees_folder(folder: Path, launched: Launched) -> bool:
     return sees
 
 
+def _by_node(ranks: tuple[Rank, ...]) -> list[list[Rank]]:
+    return [[rank for rank in ranks if rank.node == node] for node in sorted({rank.node for rank in ranks})]
+
+
 def _choose_pairs(ranks: tuple[Rank, ...]) -> list[tuple[int, int]]:
     """Return the pairs to measure: two ranks on each node, and the first ranks of neighboring nodes."""
-    ranks_by_node: dict[int, list[int]] = {}
-    for rank in ranks:
-        ranks_by_node.setdefault(rank.node, []).append(rank.rank)
-    nodes = [ranks_by_node[node] for node in sorted(ranks_by_node)]
+    nodes = [[rank.rank for rank in node_ranks] for node_ranks in _by_node(ranks)]
     within = [(node_ranks[0], node_ranks[1]) for node_ranks in nodes if len(node_ranks) > 1]
     around = [(a[0], b[0]) for a, b in zip(nodes, [*nodes[1:], nodes[0]], strict=True)]
     # In a ring of two nodes both links are the same one; with a single node there is none.
@@ -231,8 +232,7 @@ def _folder_problems(findings: Findings) -> Iterable[Problem]:
 
 def _machine_problems(findings: Findings) -> Iterable[Problem]:
     ranks = findings.ranks
-    for node in sorted({rank.node for rank in ranks}):
-        node_ranks = [rank for rank in ranks if rank.node == node]
+    for node_ranks in _by_node(ranks):
         devices, cpus = max(len(rank.devices) for rank in node_ranks), max(rank.cpus for rank in node_ranks)
         num_ranks, host = len(node_ranks), node_ranks[0].host
         # A rank that was bound to one GPU or CPU sees only this one: ranks that see the same ones share them.
@@ -279,8 +279,7 @@ def print_diagnosis(findings: Findings, problems: list[Problem], console: Consol
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("node", "ranks", "GPUs", "CPUs", "memory", "open files", SHARED_MEMORY):
         table.add_column(heading, justify="left" if heading in ("node", "ranks") else "right")
-    for node in sorted({rank.node for rank in findings.ranks}):
-        node_ranks = [rank for rank in findings.ranks if rank.node == node]
+    for node_ranks in _by_node(findings.ranks):
         first_rank = node_ranks[0]
         table.add_row(
             first_rank.host,

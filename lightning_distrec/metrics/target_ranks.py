@@ -130,8 +130,8 @@ def _relative(columns: Tensor, first: int, length: int) -> Tensor:
     return torch.where((columns >= first) & (columns < first + length), columns - first, -1)
 
 
+# Tensors of the size of the scores that exist at a time, masks among them.
 COPIES = 4
-"""Tensors of the size of the scores that exist at a time, masks among them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,8 +145,8 @@ class Rounds:
     queries: int
     """Queries of each rank in a round."""
     targets: int
-    excluded: int
     """Width of targets, and of excluded ids."""
+    excluded: int
     first_id: int
     rows_per_block: int
     dtype: torch.dtype
@@ -181,9 +181,8 @@ class Rounds:
             raise ConfigError(
                 f"target_ranks: arguments of rank {problems.index(1)} do not fit; its own error says why."
             )
-        for name, values in zip(
-            ("num_candidates", "max_bytes", "dim", "targets per query", "dtype"), equal_values, strict=True
-        ):
+        names = ("num_candidates", "max_bytes", "dim", "targets per query", "dtype")
+        for name, values in zip(names, equal_values, strict=True):
             if len(set(values)) > 1:
                 raise ConfigError(f"target_ranks: {name} differs between ranks: {values}. It must be the same.")
         if set(held) == {num_candidates}:
@@ -248,15 +247,11 @@ def _problem_of(
     max_bytes: int,
 ) -> str:
     """Return what is wrong with this rank's arguments; the others learn that something is."""
+    shapes = f"queries {tuple(queries.shape)} and candidates {tuple(candidates.shape)}"
     if queries.ndim != 2 or candidates.ndim != 2 or queries.shape[1] != candidates.shape[1]:
-        return (
-            f"queries {tuple(queries.shape)} and candidates {tuple(candidates.shape)} must be (number, the same dim)."
-        )
+        return f"{shapes} must be (number, the same dim)."
     if targets.ndim not in (1, 2) or len(targets) != len(queries) or targets.dtype != torch.int64:
-        return (
-            f"targets {tuple(targets.shape)} of {targets.dtype} must be int64, ({len(queries)},) or ({len(queries)}, "
-            "targets), one row for each query."
-        )
+        return f"targets {tuple(targets.shape)} of {targets.dtype} must be int64, one row for each query."
     if excluded is not None and (excluded.ndim != 2 or len(excluded) != len(queries) or excluded.dtype != torch.int64):
         return f"excluded {tuple(excluded.shape)} of {excluded.dtype} must be int64, ({len(queries)}, any number)."
     if ids is not None and (ids.shape != candidates.shape[:1] or ids.dtype != torch.int64):
