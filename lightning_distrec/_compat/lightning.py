@@ -30,6 +30,11 @@ def init_optimizers_and_schedulers(module: Any) -> tuple[list[Optimizer], list[A
     return [o.optimizer if isinstance(o, LightningOptimizer) else o for o in optimizers], schedulers
 
 
+def skip_order_check(optimizer: Optimizer) -> None:
+    """Let torch's schedulers not warn that they step before this optimizer. Source: torch/optim/lr_scheduler.py."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
 def move_optimizers_to_device(optimizers: list[Optimizer], device: torch.device) -> None:
     """Move the optimizers' state to `device`. Source: lightning/fabric/utilities/optimizer.py."""
     from lightning.fabric.utilities.optimizer import _optimizers_to_device

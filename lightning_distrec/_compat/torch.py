@@ -1,7 +1,9 @@
 """Private names of torch: autograd, process groups, DistributedDataParallel and modules."""
 
+import copy
 import functools
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
@@ -28,6 +30,58 @@ def have_gradient_hooks(parameters: list[nn.Parameter], but: int = 0) -> bool:
     """Return whether one of these has hooks of `register_hook`, or more than `but` post-accumulate-grad hooks."""
     num_hooks_after = map(len, filter(None, map(_HOOKS_AFTER, parameters)))
     return any(map(_HOOKS, parameters)) or max(num_hooks_after, default=0) > but
+
+
+def in_backward_optimizers(parameter: nn.Parameter) -> list[Any]:
+    """Return the optimizers that `apply_optimizer_in_backward` has given to a parameter."""
+    # Source: torch/distributed/optim/apply_optimizer_in_backward.py, which torchrec.optim wraps. The attribute is the
+    # only trace: its hook is on the AccumulateGrad node, which shows no hooks to Python.
+    return list(getattr(parameter, "_in_backward_optimizers", ()))
+
+
+def mark_in_backward(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
+    """Give a parameter the attributes that `apply_optimizer_in_backward` sets, without its hook. Source: as above."""
+    marked: Any = parameter
+    marked._in_backward_optimizers = [optimizer]
+    marked._optimizer_classes = [type(optimizer)]
+    marked._optimizer_kwargs = [{k: v for k, v in optimizer.param_groups[0].items() if k != "params"}]
+
+
+@contextmanager
+def without_in_backward(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Inside of the context hide what `apply_optimizer_in_backward` has set on the parameters.
+
+    torchrec's sharding reads it: it would choose its kernels' optimizers by it, and write into the user's arguments.
+    """
+    # Source: torchrec/distributed/embeddingbag.py, create_embedding_bag_sharding's infos; convert_to_fbgemm_types.
+    names = ("_in_backward_optimizers", "_optimizer_classes", "_optimizer_kwargs")
+    hidden = [(p, {name: p.__dict__.pop(name) for name in names if name in p.__dict__}) for p in parameters]
+    try:
+        yield
+    finally:
+        for parameter, attributes in hidden:
+            parameter.__dict__.update(attributes)
+
+
+def copy_in_backward(source: nn.Parameter, target: nn.Parameter) -> None:
+    """Give `target` optimizers like those that `apply_optimizer_in_backward` has given `source`, without state."""
+    for optimizer in in_backward_optimizers(source):
+        twin = copy.copy(optimizer)
+        if hasattr(optimizer, "param_groups"):  # torchrec's classes that only name a kernel have none
+            twin.param_groups, twin.state = [{**optimizer.param_groups[0], "params": [target]}], defaultdict(dict)
+            mark_in_backward(target, twin)
+        else:
+            target._in_backward_optimizers = [twin]  # type: ignore[attr-defined]
+
+
+def drop_in_backward_hooks(parameter: nn.Parameter) -> None:
+    """Remove the hooks of `apply_optimizer_in_backward`, whose dicts would keep the parameter alive for ever."""
+    # Source: as above. A weak dict by parameter, with AccumulateGrad nodes as values, which hold the parameter.
+    from torch.distributed.optim import apply_optimizer_in_backward as upstream
+
+    for handle in upstream.param_to_optim_hook_handle_map.pop(parameter, ()):
+        handle.remove()
+    upstream.param_to_acc_grad_map.pop(parameter, None)
 
 
 _HOOKS = attrgetter("_backward_hooks")
@@ -126,6 +180,21 @@ def order_backward(outputs: list[torch.Tensor], since: int, first: int) -> int:
             num_used = max(num_used, number - since + 1)
             nodes += [following for following, _ in node.next_functions if following is not None]
     return num_used
+
+
+def reached_leaves(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Return the ids of the leaf tensors that backward from `tensors` would give a gradient."""
+    # AccumulateGrad nodes alone have a `variable`. Source: torch/csrc/autograd/functions/accumulate_grad.h.
+    nodes: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen, leaves = set(nodes), set()
+    while nodes:
+        node = nodes.pop()
+        if (variable := getattr(node, "variable", None)) is not None:
+            leaves.add(id(variable))
+        new = [following for following, _ in node.next_functions if following is not None and following not in seen]
+        seen.update(new)
+        nodes += new
+    return leaves
 
 
 def profiler_runs() -> bool:

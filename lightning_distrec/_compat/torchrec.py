@@ -50,6 +50,11 @@ def free_weights(collection: Any) -> None:
     collection._device = torch.device("meta")
 
 
+def wrapped_optimizer(wrapper: Any) -> Any:
+    """Return the optimizer inside of a KeyedOptimizerWrapper. Source: torchrec/optim/keyed.py."""
+    return wrapper._optimizer
+
+
 def fill_weight(collection: Any, key: str, weight: Any, learns: bool) -> None:
     """Give an unsharded collection a weight again, after `free_weights`. key: the weight's name in its state_dict."""
     path, _, name = key.rpartition(".")

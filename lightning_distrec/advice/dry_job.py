@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
 from lightning_distrec.errors import ConfigError
+from lightning_distrec.optimizers.torchrec_optimizers import see_through
 from lightning_distrec.optimizers.translation import UNKNOWN_TENSORS, TableUpdate
 from lightning_distrec.prefetch.peek import first_batches, loaders_in, peek_obstacle
 from lightning_distrec.sharding.planning.bandwidths import Bandwidth, bandwidth_request
@@ -102,11 +103,11 @@ def dry_module(module: LightningModule, trainer: Any, settings: TableSettings, d
     except Exception as error:
         failed = describe_error(error)
     kept_for = why_kept(settings.groups)
-    updates, table_optimizers, notes = updates_in_fit(
-        selection, copied, optimizers, trainer, plugin, device, {}, kept_for
+    updates, table_optimizers, in_backward, notes = updates_in_fit(
+        selection, copied, see_through(optimizers), trainer, plugin, device, {}, kept_for
     )
     assumed += notes
-    optimized_tables = {name for optimizer in table_optimizers for name in optimizer.tables}
+    optimized_tables = in_backward.keys() | {name for optimizer in table_optimizers for name in optimizer.tables}
     module_tables = [table for table in selection.tables if table.full_name not in optimized_tables]
     if failed and module_tables:
         assumed.append(

@@ -18,6 +18,8 @@ class TableParamGroup:
     optimizer: optim.Optimizer
     optimizer_index: int
     group_index: int
+    shared_label: str = ""
+    """The label of another group with the same settings, with whose tables one kernel updates this one's."""
 
     @property
     def group(self) -> dict[str, Any]:
@@ -26,8 +28,8 @@ class TableParamGroup:
 
     @property
     def label(self) -> str:
-        """A name that no other group has."""
-        return f"{self.optimizer_index}.{self.group_index}"
+        """A name that no other group has, unless it shares one."""
+        return self.shared_label or f"{self.optimizer_index}.{self.group_index}"
 
 
 def find_param_groups(

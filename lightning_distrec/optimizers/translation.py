@@ -171,12 +171,12 @@ def frozen(reason: str, param_group: TableParamGroup | None = None) -> TableUpda
     return TableUpdate("frozen", reason, param_group, bytes_per_element=4.0 if keeps_state else 0.0)
 
 
-def name_table_optimizer(update: TableUpdate) -> TableUpdate:
-    """Return the update of a table that table_optimizer updates, which its reason says."""
+def name_optimizer(update: TableUpdate, source: str) -> TableUpdate:
+    """Return the update with a reason that says whose the optimizer is, for example "table_optimizer's "."""
     assert update.param_group is not None
     name = type(update.param_group.optimizer).__name__
     reason = update.reason if update.reason.startswith(name) else f"{name}: {update.reason}"
-    return replace(update, reason=f"table_optimizer's {reason}")
+    return replace(update, reason=f"{source}{reason}")
 
 
 def exact_form(param_group: TableParamGroup) -> tuple[TableUpdate | None, str]:

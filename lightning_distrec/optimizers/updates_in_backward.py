@@ -62,6 +62,26 @@ def refuse_inexact_settings(trainer: Trainer, precision: Precision, fused: list[
         )
 
 
+def refuse_inexact_in_backward(trainer: Trainer, precision: Precision, tables: list[str], averaged: list[str]) -> None:
+    """Raise UnsupportedError where tables' in-backward optimizers would step with other gradients than in one process.
+
+    tables: full names of those that have one. averaged: of these, those whose gradients are averaged over ranks.
+    """
+    if tables and getattr(precision, "scaler", None) is not None:
+        raise UnsupportedError(
+            f"precision={trainer.precision!r} scales the loss, and the optimizer of table '{tables[0]}' steps in "
+            "backward (apply_optimizer_in_backward), with scaled gradients. Use 'bf16-mixed', or give the table to "
+            "configure_optimizers."
+        )
+    max_accumulated = _max_accumulated(trainer)
+    if averaged and max_accumulated > 1:
+        raise UnsupportedError(
+            f"accumulate_grad_batches={max_accumulated}: the optimizer of table '{averaged[0]}' steps in every "
+            "backward (apply_optimizer_in_backward), and its gradient is averaged over ranks once for all of them. "
+            "Leave its sharding type to the plan, without sharding_groups, or set accumulate_grad_batches=1."
+        )
+
+
 def gradient_hooks(trainer: Trainer, module: LightningModule) -> list[str]:
     """Return the hooks around gradients and steps that the module or a callback of the user overrides."""
     hooks = [hook for hook in GRADIENT_HOOKS if is_overridden(hook, module)]

@@ -244,9 +244,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         loss = closure_loss if factor == 1.0 else closure_loss * factor
         with run.dense.backward():
             loss = super().backward(loss, optimizer, *args, **kwargs)
-        # After DDP has averaged the dense gradients, so that groups exchange in the same order on every rank.
-        if run.tables.groups is not None:
-            run.tables.groups.after_backward()
+        run.tables.after_backward()
         return loss
 
     @override

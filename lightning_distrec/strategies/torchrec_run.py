@@ -52,12 +52,12 @@ NOTHING = nullcontext()
 class NoTables:
     """In the place of a RunTables: the module has no tables, and trains as under DDP."""
 
-    groups, user_step = None, NOTHING
+    user_step = NOTHING
 
     def begin_step(self) -> None:
         """Do nothing, nor at the other places in a step."""
 
-    before_training_step = before_backward = synchronize = check_steps = begin_step
+    before_training_step = before_backward = after_backward = synchronize = check_steps = begin_step
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return an empty context."""
@@ -181,7 +181,9 @@ class TorchRecRun(Run):
             if fsdp is None:
                 strategy.configure_ddp()
             shards, table_optimizers = tables.shards.sharded_parameters, tables.table_optimizers
-            fused = {id(shard.weight): name for name in tables.fused_tables for shard in tables.shards.shards[name]}
+            # Of tables that step in backward no gradient is left to clip, in one process either.
+            fused_tables = [name for name in tables.fused_tables if name not in tables.in_backward_tables]
+            fused = {id(shard.weight): name for name in fused_tables for shard in tables.shards.shards[name]}
             replicas = tables.shards.groups.num_replicas
             self.undo.enter_context(clip_over_all_ranks(plugin, shards, fused, table_optimizers, replicas))
             # An overflow on one rank skips the step on all, or replicas of dense layers drift apart.
@@ -196,7 +198,7 @@ class TorchRecRun(Run):
         if self.is_fitting:
             tables.connect_zero_grad(strategy.optimizers, wrappers)
         if isinstance(self.dense, ReplicatedLayers):
-            move_optimizers_to_device([*strategy.optimizers, *tables.table_optimizers], strategy.root_device)
+            move_optimizers_to_device([*strategy.optimizers, *tables.own_optimizers], strategy.root_device)
         elif self.is_fitting:
             self.buffers = self.dense.begin_training(optimizers, consensus)
 

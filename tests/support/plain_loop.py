@@ -54,9 +54,12 @@ def fit_with_each(
     return states
 
 
-def global_batches(steps: int = STEPS, first: int = 0) -> list[Batch]:
-    """Return the joined batches of two ranks."""
-    return [join_batches([make_batch(1000 * step + rank) for rank in range(2)]) for step in range(first, first + steps)]
+def global_batches(steps: int = STEPS, first: int = 0, num_ranks: int = 2) -> list[Batch]:
+    """Return the joined batches of the ranks."""
+    return [
+        join_batches([make_batch(1000 * step + rank) for rank in range(num_ranks)])
+        for step in range(first, first + steps)
+    ]
 
 
 def loss_of(model: ClickModel, batch: Batch) -> Tensor:

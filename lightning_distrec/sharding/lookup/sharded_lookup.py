@@ -16,9 +16,9 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from lightning_distrec._compat.fbgemm import KernelCall, fbgemm_kernels, preserve_fbgemm_iterations
-from lightning_distrec._compat.torch import saved_tensors_are_hooked
+from lightning_distrec._compat.torch import reached_leaves, saved_tensors_are_hooked
 from lightning_distrec._compat.torchrec import disable_mean_pooling_divisor, prepare_unequal_batches
-from lightning_distrec.errors import IdsError
+from lightning_distrec.errors import IdsError, ShardingError
 from lightning_distrec.own_operations import OWN
 from lightning_distrec.sharding.lookup.ids_exchange import IdsExchange
 from lightning_distrec.sharding.lookup.jagged import DistinctIds, Padding, SharedBags
@@ -60,6 +60,7 @@ class ShardedLookup:
         self._lazy_outputs: list[LazyOutput] = []
         self._consensus = LookupConsensus(setup.path, setup.ranks)
         self._kernels = fbgemm_kernels(setup.sharded)
+        self._has_checked_gradients = False
         if setup.pooled:
             disable_mean_pooling_divisor(setup.sharded)
         calls = [KernelCall(kernel) for kernel in self._kernels]
@@ -176,6 +177,27 @@ class ShardedLookup:
             return LazyKeyedTensor(outputs.names, outputs.widths, output)
         return {name: LazyJaggedTensor(name, output) for name in outputs.names}
 
+    def check_gradients(self, tensors: list[Tensor], frozen: set[str]) -> None:
+        """Raise ShardingError, at the first lookup that learns, where no gradient of its rows would reach a table.
+
+        An operation without a form for backward on this device makes such a gap, and the table would stay as it is.
+        """
+        if self._has_checked_gradients or not torch.is_grad_enabled() or len(frozen) == len(self.outputs.names):
+            return
+        self._has_checked_gradients = True
+        leaves = reached_leaves(tensors)
+        reached = [
+            any(id(p) in leaves for p in kernel.parameters())  # fused; where gradients are kept, shards get them
+            or any(id(self.setup.uses[name].weight) in leaves for name in kernel.table_names)
+            for kernel in self._kernels
+        ]
+        if not leaves or not (frozen or all(reached)):
+            raise ShardingError(
+                f"'{self.path}' was looked up for training, and no gradient of its rows reaches "
+                f"{'its tables' if not any(reached) else 'some of its tables'}: they would stay as they are. Set "
+                "another sharding type for them (tables={...: {'sharding_types': [...]}}), and please report this."
+            )
+
     def state(self) -> Any:
         """Return what a lookup depends on besides its ids, rows and learning rates."""
         # Inside of an activation checkpoint, what a lookup saves for backward must be saved inside too.
@@ -239,6 +261,7 @@ class PendingRows:
             else:
                 rows = outputs.jagged(request.restore(rows, outputs.features), self.frozen)
                 tensors += [jagged.values() for jagged in rows.values()]
+        lookup.check_gradients(tensors, self.frozen)
         if request.short is not None:
             # The exchange calls them once for all outputs, before it sends gradients.
             self._exchange.on_gradient = self._hooks

@@ -101,8 +101,8 @@ class Checkpointing:
         rank_zero_info(f"The run starts from the weights in {path}.")
 
     @property
-    def _table_optimizers(self) -> list[Optimizer]:
-        return [] if self._tables is None else self._tables.table_optimizers
+    def _own_optimizers(self) -> list[Optimizer]:
+        return [] if self._tables is None else self._tables.own_optimizers
 
     def require_all_ranks(self) -> None:
         """Collective, before a checkpoint after an exception (by OnExceptionCheckpoint): it may be one rank's alone.
@@ -140,7 +140,7 @@ class Checkpointing:
         if not pickles:
             drop_hyperparameters(checkpoint, self._warned)
         if self._tables is not None and "optimizer_states" in checkpoint:
-            table_states = [self.optimizer_state(optimizer) | {OF_TABLES: True} for optimizer in self._table_optimizers]
+            table_states = [self.optimizer_state(optimizer) | {OF_TABLES: True} for optimizer in self._own_optimizers]
             checkpoint["optimizer_states"] = [*checkpoint["optimizer_states"], *table_states]
         # ModelCheckpoint names files by metrics and by what is on disk, which may differ between ranks.
         location: str = self._ranks.all_gather(str(path))[0]
@@ -265,9 +265,7 @@ class Checkpointing:
         grow = self.options.grow_tables
         self._ranks.all_or_none(
             "loading a checkpoint",
-            lambda: states.load(
-                checkpoint["optimizer_states"], optimizers, self._table_optimizers, rank_zero_warn, grow
-            ),
+            lambda: states.load(checkpoint["optimizer_states"], optimizers, self._own_optimizers, rank_zero_warn, grow),
         )
 
 

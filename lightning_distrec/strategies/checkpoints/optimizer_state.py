@@ -6,6 +6,7 @@ Kernel, sharding type and number of ranks are not in it, so that any of them may
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ UNSAVED_KEYS = ("params", "param_names")
 """Keys of param groups that are the optimizer's, not the checkpoint's."""
 START = "or start a new run from its weights: checkpoint={'start_from': path}."
 OF_TABLES = "of_tables"
-"""Marks the states of table_optimizer, which follow those of configure_optimizers in Lightning's list."""
+"""Marks the states of tables' own optimizers, which follow those of configure_optimizers in Lightning's list."""
 
 RankOf = Callable[[Tensor], int]
 """Returns the rank that holds a parameter's optimizer state; of several, the one that saves it."""
@@ -66,6 +67,14 @@ class OptimizerStates:
 
     def collect(self, optimizer: Optimizer) -> dict[str, Any]:
         """Collective. Return an optimizer's class, its param groups with names for parameters, and state by name."""
+        members = [self._collect(member) for member in _members(optimizer)]
+        return {
+            "optimizer": " + ".join(member["optimizer"] for member in members),
+            "state": {name: state for member in members for name, state in member["state"].items()},
+            "param_groups": [group for member in members for group in member["param_groups"]],
+        }
+
+    def _collect(self, optimizer: Optimizer) -> dict[str, Any]:
         names = self._named_groups(optimizer)
         groups = [
             {**{k: v for k, v in group.items() if k not in UNSAVED_KEYS}, "params": list(parameters)}
@@ -91,6 +100,8 @@ class OptimizerStates:
             return {}
         state = {name: table.collect_fused() for name, table in tables.items() if table.update.in_backward}
         unfused = {name: table for name, table in tables.items() if not table.update.in_backward}
+        if not unfused:
+            return state
         # A rank without rows of a table does not know which tensors its state has.
         per_rank = self._consensus.all_gather({n: table.describe_state(optimizer) for n, table in unfused.items()})
         for name, table in unfused.items():
@@ -103,21 +114,26 @@ class OptimizerStates:
         self,
         saved: Sequence[Mapping[str, Any]],
         optimizers: Sequence[Optimizer],
-        table_optimizers: Sequence[Optimizer],
+        own_optimizers: Sequence[Optimizer],
         warn: Callable[[str], None],
         grow: bool,
     ) -> None:
         """Load the optimizers' saved state; each rank reads its own shards.
 
-        table_optimizers: those of tables alone. warn: called with what cannot be loaded, and starts empty. grow: accept
+        own_optimizers: those of tables alone. warn: called with what cannot be loaded, and starts empty. grow: accept
         tables with more rows. Raises CheckpointError: the optimizers or groups are not those that were saved.
         """
         saved_of_tables = [state for state in saved if OF_TABLES in state]
         saved = [state for state in saved if OF_TABLES not in state]
-        if len(saved_of_tables) != len(table_optimizers):
+        if own_optimizers and not saved_of_tables and not any("optimizer" in state for state in saved):
+            # Lightning's own checkpoints have none of in-backward optimizers, and start theirs again as well.
+            warn("the checkpoint has no state of the optimizers of tables alone: it starts empty.")
+            own_optimizers = []
+        if len(saved_of_tables) != len(own_optimizers):
             raise CheckpointError(
-                f"the checkpoint has the state of {len(saved_of_tables)} optimizers by table_optimizer, and this run "
-                f"has {len(table_optimizers)}. Set table_optimizer, and optimizer in tables, as they were, {START}"
+                f"the checkpoint has the state of {len(saved_of_tables)} optimizers of tables alone, and this run has "
+                f"{len(own_optimizers)} (table_optimizer, optimizer in tables, apply_optimizer_in_backward). Set them "
+                f"as they were, {START}"
             )
         if len(saved) != len(optimizers):
             raise CheckpointError(
@@ -126,31 +142,46 @@ class OptimizerStates:
             )
         for number, (state, optimizer) in enumerate(zip(saved, optimizers, strict=True)):
             self._load(f"optimizer {number}", state, optimizer, warn, grow)
-        for state, optimizer in zip(saved_of_tables, table_optimizers, strict=True):
-            self._load("table_optimizer", state, optimizer, warn, grow)
+        for state, optimizer in zip(saved_of_tables, own_optimizers, strict=True):
+            self._load("a table's optimizer", state, optimizer, warn, grow)
 
     def _load(
         self, label: str, saved: Mapping[str, Any], optimizer: Optimizer, warn: Callable[[str], None], grow: bool
     ) -> None:
-        kind = class_name(optimizer)
+        members = _members(optimizer)
+        kind = " + ".join(map(class_name, members))
+        if "param_groups" not in saved:
+            raise CheckpointError(
+                f"{label}: the checkpoint has its state in the form of torchrec's KeyedOptimizer, without param "
+                "groups, as other strategies save it. Start a new run from its weights by checkpoint.start_from."
+            )
         if saved.get("optimizer", kind) != kind:
             warn(
                 f"{label} is a {kind}, and the checkpoint's was a {saved['optimizer']}: its state "
                 "cannot be loaded and starts empty; learning rates are those of the new one."
             )
             return
-        names = self._named_groups(optimizer)
-        groups = saved["param_groups"]
-        if len(groups) != len(names):
+        groups, num_groups = list(saved["param_groups"]), sum(len(member.param_groups) for member in members)
+        if len(groups) != num_groups:
             raise CheckpointError(
-                f"{label} has {len(names)} param groups, and the checkpoint's had {len(groups)}. "
+                f"{label} has {num_groups} param groups, and the checkpoint's had {len(groups)}. "
                 f"Return as many, {START}"
             )
+        for member in members:
+            first, groups = groups[: len(member.param_groups)], groups[len(member.param_groups) :]
+            self._load_member(label, {**saved, "param_groups": first}, member, warn, grow)
+
+    def _load_member(
+        self, label: str, saved: Mapping[str, Any], optimizer: Optimizer, warn: Callable[[str], None], grow: bool
+    ) -> None:
+        names = self._named_groups(optimizer)
         states, saved_names = _state_by_name(saved, names, label)
         states_by_index: dict[int, Any] = {}
         numbered = []
         index = 0
-        for group, current_group, named_parameters in zip(groups, optimizer.param_groups, names, strict=True):
+        for group, current_group, named_parameters in zip(
+            saved["param_groups"], optimizer.param_groups, names, strict=True
+        ):
             first = index
             for name, parameters in named_parameters.items():
                 for parameter in parameters:
@@ -260,6 +291,15 @@ def _reduced(value: Any) -> Any:
     placements = [Replicate() if placement.is_partial() else placement for placement in value.placements]
     value = value.redistribute(placements=placements)
     return value if value.dim() else value.to_local()
+
+
+def _members(optimizer: Optimizer) -> list[Optimizer]:
+    """Return torch's optimizers inside of TorchRec's wrappers, whose own state dicts have other forms."""
+    if "torchrec.optim.keyed" not in sys.modules:  # so it is none of those; modules without tables need no torchrec
+        return [optimizer]
+    from lightning_distrec.optimizers.torchrec_optimizers import members_of
+
+    return members_of([optimizer])
 
 
 def _items(groups: list[dict[str, list[nn.Parameter]]]) -> Iterator[tuple[str, list[nn.Parameter]]]:

@@ -30,12 +30,12 @@ class SavedTables(Protocol):
     shards: ShardedTables
     updates: dict[str, TableUpdate]
     """By full name of a table."""
-    table_optimizers: list[Optimizer]
-    """Those of tables alone."""
+    all_optimizers: list[Optimizer]
+    """Those of configure_optimizers, and those of tables alone."""
 
     @property
-    def all_optimizers(self) -> list[Optimizer]:
-        """Those of configure_optimizers, and those of tables alone."""
+    def own_optimizers(self) -> list[Optimizer]:
+        """Those of tables alone."""
 
     def plan_files(self) -> dict[str, bytes]:
         """Return name -> content of the files that a checkpoint has about the plan."""

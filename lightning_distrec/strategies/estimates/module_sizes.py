@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_distrec._compat.torch import copy_in_backward
 from lightning_distrec.errors import DistRecError
 from lightning_distrec.optimizers.translation import UNKNOWN_TENSORS, keeps_state_of_frozen, state_numbers
 from lightning_distrec.sharding.plain_embeddings import Conversion
@@ -239,6 +240,7 @@ def meta_copy(module: LightningModule) -> LightningModule:
     for parameter in module.parameters():
         # deepcopy takes these for copies, and so allocates nothing; shared weights stay shared.
         memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        copy_in_backward(parameter, memo[id(parameter)])
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     copied = copy.deepcopy(module, memo)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
@@ -12,11 +12,14 @@ from torch.optim import Optimizer
 
 from lightning_distrec._compat.lightning import init_optimizers_and_schedulers
 from lightning_distrec.errors import ConfigError, ShardingError
+from lightning_distrec.optimizers.in_backward import ANNOUNCED, share_kernels, take_in_backward
 from lightning_distrec.optimizers.table_optimizer import OwnOptimizer, build_table_optimizers, parse_table_optimizer
-from lightning_distrec.optimizers.translation import TableUpdate, frozen, name_table_optimizer, translate
+from lightning_distrec.optimizers.torchrec_optimizers import members_of, see_through
+from lightning_distrec.optimizers.translation import TableUpdate, frozen, name_optimizer, translate
 from lightning_distrec.optimizers.updates_in_backward import (
     hooks_without_gradients,
     obstacle_to_backward_updates,
+    refuse_inexact_in_backward,
     refuse_inexact_settings,
 )
 from lightning_distrec.sharding.plain_embeddings import NO_CONVERSION
@@ -85,6 +88,8 @@ class Decisions:
     lr_scheduler_configs: list[Any] = field(default_factory=list)
     own_optimizers: list[OwnOptimizer] = field(default_factory=list)
     """Those of tables alone, by table_optimizer."""
+    in_backward: dict[str, Optimizer] = field(default_factory=dict)
+    """Full name of a table -> its optimizer by apply_optimizer_in_backward."""
 
     @property
     def tables(self) -> list[Table]:
@@ -128,6 +133,16 @@ def select_tables(module: nn.Module, settings: TableSettings) -> SelectedTables:
     return SelectedTables(tables, table_options, left_alone, replicated, read)
 
 
+class FitUpdates(NamedTuple):
+    """What updates each table in a fit."""
+
+    updates: dict[str, TableUpdate]
+    """By full name."""
+    own_optimizers: list[OwnOptimizer]
+    in_backward: dict[str, Optimizer]
+    warnings: list[str]
+
+
 def updates_in_fit(
     selection: SelectedTables,
     module: LightningModule,
@@ -137,8 +152,8 @@ def updates_in_fit(
     device: torch.device,
     earlier: Mapping[str, list[nn.Parameter]],
     kept_for: str = "",
-) -> tuple[dict[str, TableUpdate], list[OwnOptimizer], list[str]]:
-    """Return what updates each table in a fit, by full name, the tables' own optimizers, and warnings.
+) -> FitUpdates:
+    """Return what updates each table in a fit, the tables' own optimizers, and warnings.
 
     optimizers: those of configure_optimizers, which tables with an own one leave.
     trainer: or what has its callbacks, precision, accumulate_grad_batches and gradient_clip_val. precision: its plugin,
@@ -152,20 +167,33 @@ def updates_in_fit(
         for name, option in selection.options.items()
         if option.optimizer is not None
     }
+    members = members_of(optimizers)
+    in_backward = take_in_backward(parameters, table_optimizers, members, earlier)
     own_optimizers = build_table_optimizers(
         parameters, table_optimizers, optimizers, module.automatic_optimization, earlier
     )
-    updates = translate(
-        parameters,
-        {name: _mode(name, option) for name, option in selection.options.items()},
-        [*optimizers, *(own_optimizer.optimizer for own_optimizer in own_optimizers)],
-        device.type,
-        kept_for or obstacle_to_backward_updates(trainer, module, precision),
-        {table.full_name for table in tables if table.plain is not None},
-        earlier,
-    )
+    modes = {name: _mode(name, option) for name, option in selection.options.items()}
+    all_optimizers = [*members, *(own.optimizer for own in own_optimizers), *in_backward.values()]
+    updates: dict[str, TableUpdate] = {}
+    # Where one process steps in every backward too, nothing that comes between backward and step is an obstacle.
+    obstacle = kept_for or obstacle_to_backward_updates(trainer, module, precision)
+    if module.automatic_optimization and len(members) > len(optimizers):
+        obstacle = obstacle or "each optimizer of CombinedOptimizer runs backward"
+    for names, reason in [(parameters.keys() - in_backward.keys(), obstacle), (in_backward.keys(), kept_for)]:
+        updates |= translate(
+            {name: parameter for name, parameter in parameters.items() if name in names},
+            modes,
+            all_optimizers,
+            device.type,
+            reason,
+            {table.full_name for table in tables if table.plain is not None},
+            earlier,
+        )
+    updates |= share_kernels({name: name_optimizer(updates[name], ANNOUNCED) for name in in_backward})
     updates |= {
-        name: name_table_optimizer(updates[name]) for own_optimizer in own_optimizers for name in own_optimizer.tables
+        name: name_optimizer(updates[name], "table_optimizer's ")
+        for own_optimizer in own_optimizers
+        for name in own_optimizer.tables
     }
     updates |= {
         name: replace(
@@ -176,9 +204,28 @@ def updates_in_fit(
         if option.gathered_weight and updates[name].kind == "dense"
     }
     fused = [name for name, update in updates.items() if update.in_backward]
-    refuse_inexact_settings(trainer, precision, fused)
-    hooks = hooks_without_gradients(trainer, module, fused)
-    return updates, own_optimizers, [*_warn_of_half_precision(tables, fused), *filter(None, [hooks])]
+    refuse_inexact_settings(trainer, precision, [name for name in fused if name not in in_backward])
+    options = selection.options
+    averaged = [name for name in in_backward if kept_for or "data_parallel" in (options[name].sharding_types or ())]
+    refuse_inexact_in_backward(trainer, precision, list(in_backward), averaged)
+    hooks = hooks_without_gradients(trainer, module, [name for name in fused if name not in in_backward])
+    warnings = [
+        *_warn_of_half_precision(tables, fused),
+        *filter(None, [hooks]),
+    ]
+    in_order = {name: updates[name] for name in parameters}
+    return FitUpdates(in_order, own_optimizers, in_backward, warnings)
+
+
+def _warn_of_untrained(tables: list[Table], updates: Mapping[str, TableUpdate]) -> list[str]:
+    names = [t.full_name for t in tables if updates[t.full_name].kind == "frozen" and t.parameter.requires_grad]
+    if not names:
+        return []
+    return [
+        f"table '{names[0]}'{f' and {len(names) - 1} more' if names[1:] else ''} can be trained and is in no "
+        "optimizer: it stays as it is. Give it to one in configure_optimizers, by table_optimizer or by "
+        "apply_optimizer_in_backward; or set requires_grad=False, if it is to stay."
+    ]
 
 
 def constraints_of(
@@ -204,11 +251,13 @@ def decide(inputs: SetUpInputs, selection: SelectedTables, earlier: Mapping[str,
     optimizers: list[Optimizer] = []
     schedulers: list[Any] = []
     own_optimizers: list[OwnOptimizer] = []
+    in_backward: dict[str, Optimizer] = {}
     updates = {table.full_name: frozen("evaluation only") for table in tables}
     warnings = selection.warnings
     if tables and inputs.fits:
         optimizers, schedulers = init_optimizers_and_schedulers(module)
-        updates, own_optimizers, update_warnings = updates_in_fit(
+        optimizers = see_through(optimizers)
+        updates, own_optimizers, in_backward, update_warnings = updates_in_fit(
             selection,
             module,
             optimizers,
@@ -218,7 +267,7 @@ def decide(inputs: SetUpInputs, selection: SelectedTables, earlier: Mapping[str,
             earlier,
             why_kept(inputs.groups),
         )
-        warnings += [*update_warnings, *warn_of_replicas(inputs.groups)]
+        warnings += [*update_warnings, *_warn_of_untrained(tables, updates), *warn_of_replicas(inputs.groups)]
         refuse_with_groups(inputs.groups, updates, selection.options, trainer.callbacks)  # type: ignore[attr-defined]
         if own_optimizers:
             _report_left_embeddings(module, tables)
@@ -233,6 +282,7 @@ def decide(inputs: SetUpInputs, selection: SelectedTables, earlier: Mapping[str,
             *(scheduler for own_optimizer in own_optimizers for scheduler in own_optimizer.schedulers),
         ],
         own_optimizers=own_optimizers,
+        in_backward=in_backward,
     )
 
 

@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_distrec._compat.fbgemm import set_fbgemm_iterations
-from lightning_distrec._compat.torch import have_gradient_hooks
+from lightning_distrec._compat.torch import have_gradient_hooks, in_backward_optimizers
 from lightning_distrec.errors import OptimizerError
+from lightning_distrec.optimizers.in_backward import InBackwardSteps
 from lightning_distrec.optimizers.param_groups import find_param_group
 from lightning_distrec.optimizers.step_hooks import (
     AddedTables,
@@ -21,6 +22,7 @@ from lightning_distrec.optimizers.step_hooks import (
     step_with,
     zero_with,
 )
+from lightning_distrec.optimizers.torchrec_optimizers import members_of
 from lightning_distrec.optimizers.translation import ELEMENTWISE, LearningRates, TableUpdate, sparse_form
 from lightning_distrec.optimizers.updates_in_backward import BackwardWatch, CollectionWatch, ManualWatch
 from lightning_distrec.ranks import Ranks
@@ -29,7 +31,7 @@ from lightning_distrec.sharding.planning.plan_file import PLAN_FILE, plan_text
 from lightning_distrec.sharding.planning.report_page import write_page, write_pictures
 from lightning_distrec.sharding.planning.report_pictures import can_draw, draw_plan
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
-from lightning_distrec.sharding.shard_access import without_guards
+from lightning_distrec.sharding.shard_access import without_guard, without_guards
 from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.strategies.data_parallel.loss_weight import LossWeight
 from lightning_distrec.strategies.data_parallel.replicated_layers import ReplicaCheck
@@ -102,7 +104,11 @@ class RunTables:
     optimizers: list[Optimizer] = field(default_factory=list)
     """Those of configure_optimizers."""
     table_optimizers: list[Optimizer] = field(default_factory=list)
-    """Those of tables alone, which step together with the one above."""
+    """Those of tables alone, by table_optimizer, which step together with the one above."""
+    in_backward: InBackwardSteps | None = None
+    """Those of tables alone, by apply_optimizer_in_backward, which step in every backward."""
+    all_optimizers: list[Optimizer] = field(default_factory=list)
+    """Those of configure_optimizers, or their members, and those of tables alone."""
     lr_scheduler_configs: list[Any] = field(default_factory=list)
     undo: ExitStack = field(default_factory=ExitStack)
     """Removes what was registered on optimizers and plugins for the run."""
@@ -113,30 +119,47 @@ class RunTables:
         shards_of = self.shards.shards
         # Flat, for a check at each step: a walk through the tables would cost host time with every further table.
         self._fused_shards = [shard.weight for name in self.fused_tables for shard in shards_of[name]]
-        self.backward_watch = BackwardWatch(self.fused_tables if self.automatic else [])
+        self.backward_watch = BackwardWatch([])
         self._manual_watch: ManualWatch | None = None
         self.unfreezing = Unfreezing(self.shards, self.updates)
         self._added_tables = AddedTables({})
+        self._has_begun = False
 
     @property
-    def all_optimizers(self) -> list[Optimizer]:
-        """Those of configure_optimizers, and those of tables alone."""
-        return [*self.optimizers, *self.table_optimizers]
+    def own_optimizers(self) -> list[Optimizer]:
+        """Those of tables alone, as checkpoints hold them."""
+        return [*self.table_optimizers, *self.in_backward_tables.values()]
 
-    def connect(self, optimizers: list[Optimizer], table_optimizers: list[Optimizer]) -> None:
-        """Let the tables' own optimizers step with the user's one, and all of them report their steps."""
+    @property
+    def in_backward_tables(self) -> Mapping[str, Optimizer]:
+        """Full name of a table -> its optimizer by apply_optimizer_in_backward."""
+        return {} if self.in_backward is None else self.in_backward.optimizers
+
+    def connect(
+        self, optimizers: list[Optimizer], table_optimizers: list[Optimizer], in_backward: Mapping[str, Optimizer]
+    ) -> None:
+        """Let the tables' own optimizers step with the user's one, or in backward, and all of them report their steps.
+
+        in_backward: full name of a table -> its optimizer by apply_optimizer_in_backward.
+        """
         self.optimizers, self.table_optimizers = optimizers, table_optimizers
+        if in_backward:
+            self.in_backward = InBackwardSteps(in_backward, self.shards.parameters(), self.updates)
+        members = members_of(optimizers)
+        self.all_optimizers = [*members, *self.own_optimizers]
         if table_optimizers:
             # They step with the user's first one, whose steps Lightning's loop counts.
             self.undo.callback(step_with(optimizers[0], table_optimizers))
             held = {id(parameter) for parameter in collect_parameters(table_optimizers)}
             weights = {id(s.weight): name for name, shards in self.shards.shards.items() for s in shards}
             self._added_tables = AddedTables({i: name for i, name in weights.items() if i in held})
-        for number, optimizer in enumerate(self.all_optimizers):
+        for number, optimizer in enumerate([*members, *table_optimizers]):
             stepped = partial(self.after_optimizer_step, number)
             self.undo.callback(optimizer.register_step_post_hook(stepped).remove)
 
-        fused = self.fused_tables
+        # In-backward optimizers step in every backward in one process too, so that there is nothing to watch for them.
+        fused = [name for name in self.fused_tables if name not in in_backward]
+        self.backward_watch = BackwardWatch(fused if self.automatic else [])
         groups = {name: group for name in fused if (group := self.updates[name].param_group) is not None}
         # Under automatic optimization Lightning's order of backward and step is known; by hand any order may come.
         if groups and not self.automatic:
@@ -173,8 +196,14 @@ class RunTables:
             optimizer.zero_grad = without_guards(optimizer.zero_grad)  # type: ignore[method-assign]
             self.undo.callback(optimizer.__dict__.pop, "zero_grad", None)
         if (watch := self._manual_watch) is not None:
-            for number, optimizer in [*enumerate(self.all_optimizers), *enumerate(wrappers)]:
-                self.undo.callback(before_zero_grad(optimizer, partial(watch.zero_grad, number)))
+            numbers = {id(optimizer): number for number, optimizer in enumerate(self.all_optimizers)}
+            for hooked, optimizer in [
+                *zip(self.all_optimizers, self.all_optimizers, strict=True),
+                *zip(wrappers, optimizers, strict=True),
+            ]:
+                if id(optimizer) in numbers:  # not a CombinedOptimizer, which calls its members'
+                    number = numbers[id(optimizer)]
+                    self.undo.callback(before_zero_grad(hooked, partial(watch.zero_grad, number)))
         for optimizer in [*optimizers, *wrappers] if self.table_optimizers else []:
             self.undo.callback(zero_with(optimizer, self.table_optimizers))
 
@@ -210,8 +239,11 @@ class RunTables:
             self.groups.before_training_step()
         self.check_steps()
         self.learning_rates.check()
+        if self.in_backward is not None:
+            self.in_backward.check()
         self.replicas.before_step()
         self._refuse_late_hooks()
+        self._refuse_late_optimizers()
         if self.table_optimizers:
             self._added_tables.refuse(self.optimizers)
         self.unfreezing.follow(self.all_optimizers)
@@ -223,6 +255,16 @@ class RunTables:
     def before_backward(self) -> None:
         """Raise OptimizerError: the backward before was not followed by a step, and updates run inside of backward."""
         self.backward_watch.backward()
+
+    def after_backward(self) -> None:
+        """Collective where replicas differ. Exchange gradients, and step the optimizers that step in every backward."""
+        # After DDP has averaged the dense gradients, so that groups exchange in the same order on every rank.
+        if self.groups is not None:
+            self.groups.after_backward()
+        if self.in_backward is not None:
+            with without_guard():
+                self.in_backward.after_backward()
+            self._note_update()
 
     def loss_factor(self) -> float:
         """Collective where batches are weighted. Return the factor for this rank's loss; see LossWeight."""
@@ -240,16 +282,31 @@ class RunTables:
                     "inside of backward. Set embedding_update='sparse' or 'dense' for it."
                 )
 
+    def _refuse_late_optimizers(self) -> None:
+        if self._has_begun:
+            return
+        self._has_begun = True
+        for name, shards in self.shards.parameters().items():
+            if name not in self.in_backward_tables and any(map(in_backward_optimizers, shards)):
+                raise OptimizerError(
+                    f"apply_optimizer_in_backward gave table '{name}' an optimizer after it was sharded (in "
+                    "on_fit_start or later), which would step with a part of its gradient. Call it in __init__, "
+                    "setup, configure_model or configure_optimizers."
+                )
+
     def after_optimizer_step(self, number: int, *_: Any) -> None:
         """Drop the gradients of the lookups so far. The optimizer with this number calls it after its step."""
-        # Gathered weights are of before the update.
-        self.shards.state.num_changes += 1
         self.backward_watch.step()
-        if self.groups is not None:
-            self.groups.after_optimizer_step()
         if self._manual_watch is not None:
             self._manual_watch.step(number)
         self._num_steps[number] = self._num_steps.get(number, 0) + 1
+        self._note_update()
+
+    def _note_update(self) -> None:
+        # Gathered weights are of before the update.
+        self.shards.state.num_changes += 1
+        if self.groups is not None:
+            self.groups.after_optimizer_step()
         for lookup in self.lookups:
             lookup.forget_gradients()
 
@@ -261,6 +318,8 @@ class RunTables:
 
     def num_fused_steps(self, name: str) -> int:
         """Return how many steps the optimizer of a fused table has made."""
+        if self.in_backward is not None and name in self.in_backward_tables:
+            return self.in_backward.num_backwards
         param_group = self.updates[name].param_group
         return 0 if param_group is None else self._num_steps.get(param_group.optimizer_index, 0)
 
@@ -269,6 +328,8 @@ class RunTables:
         param_group = self.updates[name].param_group
         if param_group is None:
             return
+        if self.in_backward is not None and name in self.in_backward_tables:
+            self.in_backward.num_backwards = num_steps
         self._num_steps[param_group.optimizer_index] = num_steps
         shards = {id(shard) for shard in self.shards.shards[name]}
         for kernel, held in self.shards.kernels:

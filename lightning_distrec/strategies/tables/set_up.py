@@ -19,8 +19,10 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
+from lightning_distrec._compat.torch import drop_in_backward_hooks, without_in_backward
 from lightning_distrec.errors import OptimizerError, ShardingError
 from lightning_distrec.optimizers.param_groups import rewrite_groups
+from lightning_distrec.optimizers.torchrec_optimizers import members_of
 from lightning_distrec.optimizers.translation import NO_UPDATE, LearningRates, TableUpdate, frozen, sparse_form
 from lightning_distrec.sharding.initial_weights import TableShard
 from lightning_distrec.sharding.lookup.lookup_setup import LookupSetup, TableUse
@@ -170,21 +172,25 @@ def _shard(
         groups=inputs.groups,
         earlier=earlier,
     )
-    shards = shard_tables(sharding)
+    with without_in_backward(unsharded.values()):
+        shards = shard_tables(sharding)
     shards.fill_optimizer_state({name: u.initial_state for name, u in updates.items() if u.in_backward})
     rows_only = {name: _rows_only(update) for name, update in updates.items() if not update.in_backward}
     shards.keep_gradients(rows_only)
-    optimizers = [*decisions.optimizers, *decisions.table_optimizers]
+    members = members_of(decisions.optimizers)
+    optimizers = [*members, *decisions.table_optimizers, *decisions.in_backward.values()]
     # Only now do the user's optimizers hold shards: configure_optimizers ran on the unsharded parameters, since after
     # sharding their order and number would be others. Fused tables leave the groups, FBGEMM updates them.
     rewrite_groups(optimizers, unsharded, shards.parameters(), updates.keys() - rows_only.keys())
+    for name in decisions.in_backward:
+        drop_in_backward_hooks(unsharded[name])
     return shards
 
 
 def _connect(inputs: SetUpInputs, run_tables: RunTables, decisions: Decisions) -> None:
     """Let optimizers report their steps, and refuse gradients that fused updates would miss."""
     run_tables.lr_scheduler_configs = decisions.lr_scheduler_configs
-    run_tables.connect(decisions.optimizers, decisions.table_optimizers)
+    run_tables.connect(decisions.optimizers, decisions.table_optimizers, decisions.in_backward)
     if inputs.fits:
         run_tables.connect_replicas(inputs.consensus)
     for name in run_tables.fused_tables:

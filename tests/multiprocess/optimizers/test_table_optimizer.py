@@ -395,9 +395,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_the_one_that_never_stopped(live
     assert problems_of(LIVES[life], lived[life]) == []
 
 
-@pytest.mark.parametrize(
-    ("life", "message"), [("without", "0 optimizers by table_optimizer"), ("with", "1 optimizers")]
-)
+@pytest.mark.parametrize(("life", "message"), [("without", "0 optimizers of tables"), ("with", "1 optimizers")])
 def test_a_checkpoint_of_other_optimizers_is_refused_with_a_way_out(
     lived: dict[str, Any], life: str, message: str
 ) -> None:
