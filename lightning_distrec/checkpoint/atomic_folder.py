@@ -65,10 +65,8 @@ def read_marker(path: Path) -> dict[str, Any]:
 def check_format(path: Path, version: Any) -> None:
     """Raise CheckpointError: a checkpoint has another format than FORMAT."""
     if version != FORMAT:
-        raise CheckpointError(
-            f"{path} has format {version}, and this version of lightning_distrec reads format {FORMAT}. Install the "
-            "version that wrote it, or a later one."
-        )
+        problem = f"{path} has format {version}, and this version of lightning_distrec reads format {FORMAT}."
+        raise CheckpointError(f"{problem} Install the version that wrote it, or a later one.")
 
 
 def _file_size(folder: Path, name: str) -> int | None:

@@ -27,10 +27,8 @@ class IncrementalOptions:
             if type(value) is not int or value < 1:
                 raise ConfigError(f"checkpoint: incremental: {name}={value!r} must be a whole number of at least 1.")
         if self.full_every % self.every:
-            raise ConfigError(
-                f"checkpoint: incremental: full_every={self.full_every} is no multiple of every={self.every}. Both are "
-                f"numbers of steps: set full_every={10 * self.every}, for one."
-            )
+            problem = f"full_every={self.full_every} is no multiple of every={self.every}"
+            raise ConfigError(f"checkpoint: incremental: {problem}. Set full_every={10 * self.every}, for one.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +70,7 @@ class CheckpointOptions:
                     "steps: {'every': 200, 'full_every': 2000}."
                 ) from None
         if self.incremental is not None and self.distributed is False:
-            raise ConfigError(
-                "checkpoint: incremental and distributed=False: differences are folders, to which each rank writes. "
-                "Leave distributed out."
-            )
+            raise ConfigError("checkpoint: incremental writes folders. Leave distributed=False out.")
         if not isinstance(self.rename, dict):
             raise ConfigError(
                 f"checkpoint: rename={self.rename!r} must map names in the checkpoint to names in the module."

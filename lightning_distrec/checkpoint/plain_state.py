@@ -163,10 +163,9 @@ def refuse_not_plain(value: Any, path: str = "checkpoint") -> None:
     culprit = find_not_plain(value, path)
     if culprit is not None:
         raise CheckpointError(
-            f"{culprit} is no plain type (numbers, text, bytes, tensors, lists, tuples, dicts). Checkpoints hold "
-            "nothing that needs code to be run when it is loaded. Return plain types from the state_dict or "
-            "on_save_checkpoint that it comes from, or set checkpoint={'pickles': True} in the strategy, which saves "
-            "it as Lightning does."
+            f"{culprit} is no plain type (numbers, text, bytes, tensors, lists, tuples, dicts): loading it would run "
+            "code. Return plain types from the state_dict or on_save_checkpoint that it comes from, or set "
+            "checkpoint={'pickles': True} in the strategy, which saves it as Lightning does."
         )
 
 

@@ -173,8 +173,8 @@ def unfinished_on_rank_0(ranks: RanksOfThread, path: Path) -> Iterator[Unfinishe
 def _must_see(folder: Path) -> None:
     if not folder.is_dir():
         raise CheckpointError(
-            f"rank 0 made the folder {folder}, which this rank does not see. Checkpoints need a file system that all "
-            "ranks share: set default_root_dir, or the dirpath of ModelCheckpoint, to a folder on one."
+            f"rank 0 made the folder {folder}, which this rank does not see. Set default_root_dir, or the dirpath of "
+            "ModelCheckpoint, to a folder that all ranks share."
         )
 
 
@@ -241,17 +241,15 @@ class Saver:
         return self._failure is not None
 
     def finish(self, timeout_seconds: float | None = None) -> None:
-        """Collective. Wait for a write in flight, then do what `remove` was told. Raises on all ranks: it failed."""
+        """Collective. Wait for a write in flight, then remove what is to go. Raises on all ranks: it failed."""
         if self._thread is None:
             return
         began = time.monotonic()
         self._thread.join(timeout_seconds)
         # A thread cannot be stopped from outside: it may be in a collective or a system call.
         if self._thread.is_alive():
-            raise CheckpointError(
-                f"giving up on a checkpoint that is still being written after {time.monotonic() - began:.0f} s. "
-                "Earlier checkpoints are unchanged: resume from one of them."
-            )
+            seconds = time.monotonic() - began
+            raise CheckpointError(f"giving up on a checkpoint that is still being written after {seconds:.0f} s.")
         if self.in_flight is not None:
             writing.pop(self.in_flight, None)
         # Before anything is raised, so that the next `finish` returns at once instead of raising it again.

@@ -130,8 +130,8 @@ def _exported(program: Program, tables: dict[str, Tensor], inputs: Mapping[str, 
         name = type(program.predictor.module).__name__
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ConfigError(
-            f"export: torch.export cannot follow predict_step of {name}: {first.strip()[:300]}. It needs a step of "
-            "tensors' operations, without branches on their values: see torch.export's documentation."
+            f"export: torch.export cannot follow predict_step of {name}: {first.strip()[:300]}. It needs operations of "
+            "tensors, without branches on their values."
         ) from error
     finally:
         logging.root.setLevel(level)

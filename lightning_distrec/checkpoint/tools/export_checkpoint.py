@@ -44,10 +44,8 @@ def _exportable(name: str, value: Any) -> LazyTensor:
     kind = type(value).__name__ if lazy is None else f"tensor of {lazy.dtype}"
     is_dense = not isinstance(value, torch.Tensor) or value.layout == torch.strided
     if lazy is None or lazy.dtype not in SAFETENSORS_TYPES or not is_dense:
-        raise CheckpointError(
-            f"'{name}' is a {kind}, and safetensors files hold dense tensors of certain types only. Export to a .pt "
-            "file instead."
-        )
+        problem = f"'{name}' is a {kind}, and safetensors files hold dense tensors of certain types only"
+        raise CheckpointError(f"{problem}. Export to a .pt file instead.")
     return lazy
 
 
@@ -88,16 +86,11 @@ def export(
     run; not for .ckpt. Raises CheckpointError: the file cannot be written, and nothing is left of it.
     """
     if target.suffix not in SUFFIXES:
-        raise CheckpointError(
-            f"{target}: its suffix decides what to write. Name it *.pt or *.safetensors for a state_dict, *.ckpt for a "
-            "Lightning checkpoint."
-        )
+        names = "*.pt or *.safetensors for a state_dict, *.ckpt for a Lightning checkpoint"
+        raise CheckpointError(f"{target}: its suffix decides what to write. Name it {names}.")
     _must_be_free(target, overwrite)
     if pickles and target.suffix == ".ckpt":
-        raise CheckpointError(
-            f"{target}: --pickles reads weights alone, and a Lightning checkpoint needs more. Name it *.safetensors or "
-            "*.pt."
-        )
+        raise CheckpointError(f"{target}: --pickles reads weights alone. Name it *.safetensors or *.pt.")
     value = _read_content(source, target, pickles)
     total = sum(num_bytes(lazy) for lazy in collect_tensors(value).values())
     _check_disk_space(target, total)
@@ -142,10 +135,8 @@ def _read_content(source: Path, target: Path, pickles: bool) -> dict[str, Any]:
     if target.suffix != ".ckpt":
         return state
     if "pytorch-lightning_version" not in checkpoint:
-        raise CheckpointError(
-            f"{source} is a bare state_dict. {target} would be a Lightning checkpoint, which needs more: epoch, "
-            "step, optimizers. Export it to *.pt or *.safetensors."
-        )
+        problem = f"{source} is a bare state_dict. {target} would be a Lightning checkpoint, which needs more"
+        raise CheckpointError(f"{problem}. Export it to *.pt or *.safetensors.")
     states = checkpoint.get("optimizer_states")
     if states is None:
         return checkpoint
@@ -157,7 +148,4 @@ def _read_content(source: Path, target: Path, pickles: bool) -> dict[str, Any]:
 def _check_disk_space(target: Path, needed: int) -> None:
     free = shutil.disk_usage(target.parent).free
     if needed > free:
-        raise CheckpointError(
-            f"{target} needs {needed:,} bytes, and its file system has {free:,} free. Free some space, or "
-            "choose another file system."
-        )
+        raise CheckpointError(f"{target} needs {needed:,} bytes, and its file system has {free:,} free.")

@@ -41,8 +41,7 @@ def write_torch_file(path: Path, value: Any, on_progress: Callable[[int], None])
         # torch.save finds tensors inside of other objects as well; those would stay holes, full of zeros.
         if sizes != {name: num_bytes(lazy) for name, lazy in records.items()}:
             raise CheckpointError(
-                f"torch.save wrote {len(sizes)} tensors, but {len(records)} were found: one is inside of something "
-                "other than dicts, lists and tuples. Return those from the state_dict that it comes from."
+                "a tensor is inside of something other than dicts, lists and tuples. Return those from its state_dict."
             )
         for name in source.namelist():
             with target.open(_entry(name, target.start_dir), "w", force_zip64=True) as file:
@@ -72,10 +71,7 @@ def _write_skeleton(path: Path, value: Any, tensors: Mapping[str, LazyTensor]) -
 def _placeholder(hole: Path, place: str, item: Any, lazy: LazyTensor) -> Tensor:
     """Return a tensor of the same shape and type whose memory is never touched, so that it takes none."""
     if isinstance(item, Tensor) and (item.layout != torch.strided or item.is_quantized):
-        raise CheckpointError(
-            f"'{place}' has the layout {item.layout}, or is quantized, and only dense tensors can be exported. "
-            "Make it dense."
-        )
+        raise CheckpointError(f"'{place}' has the layout {item.layout}, or is quantized. Make it dense.")
     if not (size := num_bytes(lazy)):
         return torch.empty(lazy.shape, dtype=lazy.dtype)
     memory = torch.from_file(str(hole), shared=True, size=size, dtype=torch.uint8)

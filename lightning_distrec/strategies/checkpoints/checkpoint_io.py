@@ -51,20 +51,16 @@ def refuse_checkpoint_io(options: CheckpointOptions, io: CheckpointIO) -> None:
         value = "{...}" if setting == "incremental" else "True"
         raise ConfigError(
             f"plugins={type(io).__name__}: it writes one file, and checkpoint={{'{setting}': {value}}} goes to the "
-            "file system directly. For the plugin, set checkpoint={'distributed': False}; for a checkpoint that is "
-            "written in the background, checkpoint={'async_save': True} without a plugin."
+            "file system directly. Set checkpoint={'distributed': False}, or leave the plugin out."
         )
 
 
 def refuse_folder(path: str, storage_options: Any) -> NoReturn:
     """Raise ConfigError: a CheckpointIO is to write a folder, or in the background."""
     if storage_options is not None:
-        raise ConfigError(
-            "storage_options belong to a CheckpointIO. Set checkpoint={'distributed': False}, without async_save, to "
-            "use one."
-        )
+        setting = "checkpoint={'distributed': False}, without async_save"
+        raise ConfigError(f"storage_options belong to a CheckpointIO. Set {setting}, to use one.")
     raise ConfigError(
         f"{path}: folders that all ranks write, and files that are written in the background, need a file system. Set "
-        "dirpath to a folder on one, or checkpoint={'distributed': False}, without async_save, to let rank 0 write one "
-        "file."
+        "dirpath to a folder on one, or checkpoint={'distributed': False}, without async_save."
     )

@@ -115,8 +115,7 @@ class Checkpointing:
         if not self._writer_ranks.barrier(MEETING_SECONDS):
             raise CheckpointError(
                 f"no checkpoint is saved after the exception above: it was raised on rank {self._ranks.rank}, and not "
-                f"all of the other ranks arrived to save their shards within {MEETING_SECONDS:.0f} s. Earlier "
-                "checkpoints are unchanged."
+                f"all of the other ranks arrived to save their shards within {MEETING_SECONDS:.0f} s."
             )
 
     def full_state(self, state: Mapping[str, Any], everywhere: bool = False) -> dict[str, Any]:
@@ -217,7 +216,7 @@ class Checkpointing:
         checkpoint = loaded.checkpoint
         if self._module.trainer.state.fn == TrainerFn.FITTING and "optimizer_states" not in checkpoint:
             raise CheckpointError(
-                f"{path} holds weights only, so that training cannot resume from it. To start a new run from them, set "
+                f"{path} holds weights only, so that training cannot resume from it. To start from them, set "
                 "checkpoint={'start_from': path} in the strategy, and no ckpt_path."
             )
         if self._module.trainer.state.fn == TrainerFn.FITTING:
@@ -286,10 +285,8 @@ def announce_in_flight(trainer: Trainer, saver: Saver) -> None:
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
             if callback.save_last == "link":
-                raise ConfigError(
-                    "ModelCheckpoint(save_last='link') and async_save: the link would lead to a checkpoint that is "
-                    "not there yet. Set save_last=True."
-                )
+                problem = "the link would lead to a checkpoint that is not there yet"
+                raise ConfigError(f"ModelCheckpoint(save_last='link') and async_save: {problem}. Set save_last=True.")
             # On the instance: ModelCheckpoints of other trainers, without async_save, keep the method of the class.
             callback.file_exists = partial(_is_written, saver, callback)  # type: ignore[method-assign]
 
@@ -310,8 +307,8 @@ def drop_hyperparameters(checkpoint: dict[str, Any], warned: set[str]) -> None:
             checkpoint[kind] = import_module("omegaconf").OmegaConf.to_container(checkpoint[kind], resolve=True)
             if kind_of_type not in warned:
                 rank_zero_warn(
-                    f"the hyperparameters are a {container.__name__} of OmegaConf, and a dict in checkpoints, which "
-                    "hold plain types only. load_from_checkpoint passes that dict: call OmegaConf.create on it."
+                    f"the hyperparameters are a {container.__name__} of OmegaConf, and a dict in checkpoints: call "
+                    "OmegaConf.create on what load_from_checkpoint passes."
                 )
                 warned.add(kind_of_type)
         values = checkpoint[kind]
@@ -319,9 +316,8 @@ def drop_hyperparameters(checkpoint: dict[str, Any], warned: set[str]) -> None:
         checkpoint[kind] = {name: value for name, value in values.items() if name not in refused}
         for name in sorted(set(refused) - warned):
             rank_zero_warn(
-                f"the hyperparameter '{name}' is a {type(values[name]).__name__} and not in checkpoints, which hold "
-                "plain types only. Pass it to load_from_checkpoint, leave it out of save_hyperparameters, or set "
-                "checkpoint={'pickles': True} in the strategy."
+                f"the hyperparameter '{name}' is a {type(values[name]).__name__} and not in checkpoints. Pass it to "
+                "load_from_checkpoint, or set checkpoint={'pickles': True} in the strategy."
             )
             warned.add(name)
 

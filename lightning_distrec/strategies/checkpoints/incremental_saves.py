@@ -52,10 +52,7 @@ class IncrementalSaves:
         remove: Callable[[Path], None],
     ) -> None:
         if tables is None:
-            raise ConfigError(
-                "checkpoint: incremental saves changed rows of sharded tables, and this module has none. Leave it out; "
-                "ModelCheckpoint(every_n_train_steps=...) saves all of the module."
-            )
+            raise ConfigError("checkpoint: incremental saves changed rows of sharded tables, and this module has none.")
         self._options, self._ranks, self._tables, self._remove = options, ranks, tables, remove
         self._trainer = trainer
         self._series: str = ranks.all_gather(job or f"fit-{secrets.token_hex(4)}")[0]

@@ -198,6 +198,6 @@ class JobFit:
             if not self._has_warned:
                 self._has_warned = True
                 rank_zero_warn(
-                    f"{self._record} cannot be written ({error}): after a restart, checkpoints of this job are looked "
-                    "for in the dirpath of ModelCheckpoint only. Set default_root_dir to a folder that can be written."
+                    f"{self._record} cannot be written ({error}): a restart looks for checkpoints in the dirpath of "
+                    "ModelCheckpoint only. Set default_root_dir to a folder that can be written."
                 )

@@ -156,10 +156,7 @@ class OptimizerStates:
                 "groups, as other strategies save it. Start a new run from its weights by checkpoint.start_from."
             )
         if saved.get("optimizer", kind) != kind:
-            warn(
-                f"{label} is a {kind}, and the checkpoint's was a {saved['optimizer']}: its state "
-                "cannot be loaded and starts empty; learning rates are those of the new one."
-            )
+            warn(f"{label} is a {kind}, and the checkpoint's was a {saved['optimizer']}: its state starts empty.")
             return
         groups, num_groups = list(saved["param_groups"]), sum(len(member.param_groups) for member in members)
         if len(groups) != num_groups:

@@ -139,8 +139,7 @@ class Positions:
             )
             if loaded.rank_0_state["loaders"] and not fit_loop["state_dict"].get("combined_loader"):
                 rank_zero_warn(
-                    "the checkpoint holds a state of the dataloader for each of its ranks, which does not fit another "
-                    "number of ranks: an epoch that it was in the middle of starts again."
+                    "the dataloaders' states in the checkpoint are of another number of ranks: its epoch starts again."
                 )
         for name, holder in self._rank_states.items():
             holder.restore((loaded.rank_state or {}).get(name), (loaded.rank_0_state or {}).get(name))

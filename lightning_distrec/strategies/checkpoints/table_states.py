@@ -116,9 +116,9 @@ class SavedTable(NamedTuple):
         for i, (key, _) in enumerate(keys):
             lazy = as_lazy(values.get(key))
             if lazy is None:
+                name = self.table.full_name
                 raise CheckpointError(
-                    f"table '{self.table.full_name}': the checkpoint's optimizer state has no '{key}', only "
-                    f"{sorted(values)}. It is another optimizer's."
+                    f"table '{name}': the saved optimizer state has no '{key}', only {sorted(values)}."
                 )
             kind = self._layout(self.table.key, key, lazy.shape, grow)
             if shard.weight.numel():

@@ -917,8 +917,7 @@ def _hyperparameters(scratch: str) -> tuple[list[str], dict[str, Any]]:
 def test_hyperparameters_that_are_no_plain_types_are_left_out_with_one_warning_each(tmp_path: Path) -> None:
     ranks = run_on_ranks(_hyperparameters, 2, str(tmp_path))
     assert ranks[0][0] == [
-        f"the hyperparameter '{name}' is a {kind} and not in checkpoints, which hold plain types only. Pass it to "
-        "load_from_checkpoint, leave it out of save_hyperparameters, or set "
+        f"the hyperparameter '{name}' is a {kind} and not in checkpoints. Pass it to load_from_checkpoint, or set "
         "checkpoint={'pickles': True} in the strategy."
         for name, kind in (("loss", "MSELoss"), ("when", "datetime"))
     ]
