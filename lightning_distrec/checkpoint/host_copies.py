@@ -114,14 +114,11 @@ def gather_full(state: Any, ranks: Ranks, *, everywhere: bool = False, group: An
     def check() -> None:
         if needed <= (free := free_host_bytes()):
             return
+        place, advice = "rank 0", "checkpoint={'distributed': True}, where each rank writes its own shards"
         if everywhere:
-            raise CheckpointError(
-                f"full tensors on every rank need {needed:,} bytes on the host {host}, which has {free:,} "
-                "free. Set rank_0_only=True, or load a checkpoint into a new module in one process."
-            )
+            place, advice = "every rank", "rank_0_only=True, or load a checkpoint into a new module in one process"
         raise CheckpointError(
-            f"a checkpoint in one file gathers the tables on rank 0: {needed:,} bytes, but its host has {free:,} free. "
-            "Set checkpoint={'distributed': True}, where each rank writes its own shards."
+            f"full tensors on {place} need {needed:,} bytes of the host {host}, which has {free:,} free. Set {advice}."
         )
 
     # Before the first block: a rank that ran out of memory later would leave the others waiting.

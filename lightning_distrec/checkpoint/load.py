@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -70,25 +70,6 @@ class Origin:
     """When it was complete, by the clock of the file system."""
 
 
-class StoredCheckpoint(Protocol):
-    """A checkpoint on disk, of whichever form. All methods work on this rank alone, and raise CheckpointError.
-
-    pickles: whether it may hold any types, whose code is run.
-    """
-
-    def load(self, rank: int, num_ranks: int, pickles: bool = False) -> Loaded:
-        """Read it for a run, without its sharded tables."""
-
-    def contents(self, pickles: bool = False) -> Loaded:
-        """Read it outside of any run: without the state of single ranks, and without any large tensor of a folder."""
-
-    def origin(self, pickles: bool = False) -> Origin:
-        """Read where it comes from, not its tensors."""
-
-    def changed_bytes(self, on_progress: Callable[[int], None]) -> set[str]:
-        """Read all of it, and return what does not match its checksum. on_progress: called with numbers of bytes."""
-
-
 class CheckpointFile:
     """One file. read: returns its content, given `pickles`; None: from the path, by its suffix."""
 
@@ -121,7 +102,7 @@ class CheckpointFile:
         return _origin(self._path, self._path, content.get(EXTRA), content)
 
     def changed_bytes(self, on_progress: Callable[[int], None]) -> set[str]:
-        """Read all of it, and return its name where it has changed."""
+        """Read all of it, and return its name where it does not match its checksums."""
         return _changed(_open_files([self._path]), on_progress)
 
     def _content(self, pickles: bool) -> dict[str, Any]:
@@ -163,7 +144,7 @@ class CheckpointFolder:
         return _origin(self.path, self.path / MARKER, self.marker, self.marker)
 
     def changed_bytes(self, on_progress: Callable[[int], None]) -> set[str]:
-        """Read all of it but the metadata, and return what has changed: files, and chunks of tensors."""
+        """Read all of it but the metadata, and return what does not match its checksum: files, chunks of tensors."""
         checksums = self.marker.get(CHECKSUMS, {})
         if not isinstance(checksums, dict) or not checksums.keys() <= self.marker["files"].keys():
             raise CheckpointError(f"{self.path} is damaged: its marker has no checksums, but {checksums!r}.")
@@ -200,6 +181,13 @@ class CheckpointFolder:
     def _must_list(self, names: set[str]) -> None:
         if missing := sorted(names - self.marker["files"].keys()):
             raise CheckpointError(f"{self.path} is damaged: its list of files lacks {', '.join(missing)}.")
+
+
+StoredCheckpoint = CheckpointFile | CheckpointFolder
+"""A checkpoint on disk, of whichever form. All methods work on this rank alone, and raise CheckpointError.
+
+pickles: whether it may hold any types, whose code is run.
+"""
 
 
 def _origin(path: Path, last_written: Path, facts: object, content: Mapping[str, Any]) -> Origin:

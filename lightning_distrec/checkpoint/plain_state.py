@@ -136,18 +136,22 @@ def map_nested(item: Any, path: str, function: Callable[[Any, str], Any]) -> Any
 
 def to_bytes(value: Any, pickles: bool = False) -> bytes:
     """Return `value` as torch.save writes it. Raises CheckpointError: it would not load again, and not `pickles`."""
-    buffer = io.BytesIO()
-    if pickles:
-        torch.save(value, buffer)
-        return buffer.getvalue()
-    # Loaded at once, for a checkpoint that cannot be read must fail while the run is alive. On meta nothing is copied.
     try:
-        torch.save(value, buffer)
+        return _saved(value, pickles)
+    except Exception:
+        if not pickles:
+            refuse_not_plain(value)
+        raise
+
+
+def _saved(value: Any, pickles: bool = False) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    if not pickles:
+        # Loaded at once, for a checkpoint that cannot be read must fail while the run is alive. On meta nothing is
+        # copied.
         buffer.seek(0)
         torch.load(buffer, weights_only=True, map_location="meta")
-    except Exception:
-        refuse_not_plain(value)
-        raise
     return buffer.getvalue()
 
 
@@ -188,13 +192,9 @@ def _loads(value: Any) -> bool:
         return True
     # By trying, since torch's list of safe types depends on its version and on add_safe_globals.
     try:
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        buffer.seek(0)
-        torch.load(buffer, weights_only=True, map_location="meta")
+        return bool(_saved(value))
     except Exception:
         return False
-    return True
 
 
 def read_plain(path: Path, pickles: bool = False) -> Any:

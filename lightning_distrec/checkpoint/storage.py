@@ -202,13 +202,13 @@ def write_tensors(folder: Path, tensors: Mapping[str, ChunkedTensor], group: Any
     # Without copying ahead, torch resolves one block at a time: the planner has one buffer for all of them.
     writer = _Writer(folder, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0)
     try:
-        with _without_single_process_warning() if group is None else contextlib.nullcontext():
-            dcp.save(
-                {}, storage_writer=writer, planner=WritePlanner(tensors), process_group=group, no_dist=group is None
-            )
+        planner = WritePlanner(tensors)
+        with _without_single_process_warning():
+            dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
     except dcp.CheckpointException as failure:  # no Exception, so that nobody's `except Exception` would see it
+        reasons = [f"rank {rank}: {_reason(error)}" for rank, (error, _) in sorted(failure.failures.items())]
         raise CheckpointError(
-            _failures_in_words(failure, f"writing the checkpoint {final}") + " Earlier checkpoints are unchanged."
+            f"writing the checkpoint {final} failed on {'; '.join(reasons)}. Earlier checkpoints are unchanged."
         ) from None
 
 
@@ -379,9 +379,3 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, pickle.UnpicklingError):  # torch's message advises to run what the file says
         return "a tensor's bytes are damaged, or hold something else"
     return f"{type(error).__name__}: {error}"
-
-
-def _failures_in_words(failure: dcp.CheckpointException, activity: str) -> str:
-    """Return one line that says what failed, on which rank, and why."""
-    reasons = [f"rank {rank}: {_reason(error)}" for rank, (error, _) in sorted(failure.failures.items())]
-    return f"{activity} failed on {'; '.join(reasons)}."

@@ -143,15 +143,9 @@ def _write(
     torch.export.save(program, folder / PROGRAM)
     shapes = free_sizes(program, inputs)
     needs = needed_packages(program)
-    about: dict[str, Any] = {
-        "of": type(module).__name__,
-        "inputs": {
-            name: {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": shapes[name]}
-            for name, tensor in inputs.items()
-        },
-        "needs": needs,
-        "bits": bits,
-    }
+    types = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in inputs.items()}
+    described = {name: {"dtype": types[name], "shape": shapes[name]} for name in inputs}
+    about: dict[str, Any] = {"of": type(module).__name__, "inputs": described, "needs": needs, "bits": bits}
     _write_json(folder / ABOUT, about)
     outputs = answer.leaves(expected)
     examples = {f"inputs.{name}": tensor for name, tensor in inputs.items()}
@@ -179,10 +173,7 @@ def _write(
         num_examples=len(outputs[0]) if outputs and outputs[0].dim() else 1,
         largest_difference=largest,
         mean_difference=float(differences.mean()) if differences.numel() else 0.0,
-        largest_answer=max(
-            (float(output.abs().max()) for output in outputs if output.is_floating_point() and output.numel()),
-            default=0.0,
-        ),
+        largest_answer=max((float(o.abs().max()) for o in outputs if o.is_floating_point() and o.numel()), default=0.0),
         integers=differs.numel(),
         other_integers=int(differs.sum()),
         needs=needs,

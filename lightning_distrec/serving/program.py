@@ -61,15 +61,11 @@ def _mapped_jagged(value: Any, path: str, inner: Callable[[str, Any], Any]) -> A
     from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
     if isinstance(value, KeyedTensor):
-        return KeyedTensor(
-            keys=value.keys(), length_per_key=value.length_per_key(), values=inner("values", value.values())
-        )
+        return KeyedTensor(value.keys(), value.length_per_key(), inner("values", value.values()))
     if not isinstance(value, (JaggedTensor, KeyedJaggedTensor)):
         return value
     if isinstance(value, KeyedJaggedTensor) and value.variable_stride_per_key():
-        raise ConfigError(
-            f"'{path or ONLY}' has features of unequal batch sizes, which cannot be exported for serving."
-        )
+        raise ConfigError(f"'{path or ONLY}' has features of unequal batch sizes, which cannot be exported.")
     parts = {"values": inner("values", value.values()), "lengths": inner("lengths", value.lengths())}
     if value.weights_or_none() is not None:
         parts["weights"] = inner("weights", value.weights())
@@ -116,10 +112,7 @@ def export_program(
 
 
 def _exported(program: Program, tables: dict[str, Tensor], inputs: Mapping[str, Tensor]) -> ExportedProgram:
-    sizes = (
-        dict.fromkeys(tables),
-        {name: {0: Dim.AUTO} if tensor.dim() else None for name, tensor in inputs.items()},
-    )
+    sizes = (dict.fromkeys(tables), {name: {0: Dim.AUTO} if tensor.dim() else None for name, tensor in inputs.items()})
     level = logging.root.level
     logging.root.setLevel(logging.ERROR)  # torchrec warns there that export is slow with a KeyedJaggedTensor
     try:
@@ -139,7 +132,10 @@ def _exported(program: Program, tables: dict[str, Tensor], inputs: Mapping[str, 
         with torch.no_grad(), sizes_from_zero(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch's, of its own names
             # Operators that torch has as well: with them most servers need no fbgemm_gpu.
-            exported = exported.run_decompositions(_by_torch())
+            import fbgemm_gpu  # noqa: F401  it registers the operators
+
+            cumsum = torch.ops.fbgemm.asynchronous_complete_cumsum.default  # of jagged offsets, in most programs
+            exported = exported.run_decompositions({cumsum: _complete_cumsum})
     exported.example_inputs = None  # they would be saved, with the tables among them
     return exported
 
@@ -161,12 +157,8 @@ def free_sizes(exported: ExportedProgram, inputs: Mapping[str, Tensor]) -> dict[
     }
 
 
-def _by_torch() -> dict[Any, Callable[..., Tensor]]:
-    """Return operators of FBGEMM that torch has as well; those of jagged offsets are in most programs."""
-    import fbgemm_gpu  # noqa: F401  it registers the operators
-
-    cumsum = torch.ops.fbgemm.asynchronous_complete_cumsum.default
-    return {cumsum: lambda lengths: torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=lengths.dtype)])}
+def _complete_cumsum(lengths: Tensor) -> Tensor:
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=lengths.dtype)])
 
 
 def needed_packages(exported: ExportedProgram) -> list[str]:

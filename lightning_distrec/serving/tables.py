@@ -29,8 +29,7 @@ def lookups_of(module: nn.Module) -> Iterator[tuple[str, nn.Embedding | nn.Embed
 
 def quantize_lookups(module: nn.Module, bits: int) -> dict[str, int]:
     """Replace what reads rows of `module` by what reads quantized ones, which are empty. Return bits by path."""
-    # A bag's padding_idx is not known to the replacement, so a bag that has one keeps its rows: it is not in the
-    # dict.
+    # A bag's padding_idx is not known to the replacement, so a bag that has one keeps its rows.
     bits_by_path = {}
     for path, inner in list(lookups_of(module)):
         if isinstance(inner, nn.EmbeddingBag) and inner.padding_idx is not None:
@@ -38,11 +37,9 @@ def quantize_lookups(module: nn.Module, bits: int) -> dict[str, int]:
         # FBGEMM packs pairs of bytes, which dims of other multiples do not have in 4 bits.
         bits_by_path[path] = table_bits = 8 if inner.embedding_dim % 4 else bits
         parent, _, name = path.rpartition(".")
-        new = (
-            QuantizedBag(inner, table_bits)
-            if isinstance(inner, nn.EmbeddingBag)
-            else QuantizedEmbedding(inner, table_bits)
-        )
+        new: _Quantized = QuantizedEmbedding(inner, table_bits)
+        if isinstance(inner, nn.EmbeddingBag):
+            new = QuantizedBag(inner, table_bits)
         if hasattr(inner, "ids_made_for"):
             from lightning_distrec.sharding.mapping.state import attach_mapping, mapping_state_of
 
@@ -134,13 +131,9 @@ class QuantizedBag(_Quantized):
         rows = dequantized(self.rows[ids], self.embedding_dim, self.bits)
         # The rows that were looked up become a table themselves, of which each row is read once.
         places = torch.arange(ids.shape[0], device=ids.device).reshape(input.shape)
+        offsets, mode, has_last = None if offsets is None else offsets.long(), self.mode, self.include_last_offset
         return functional.embedding_bag(
-            places,
-            rows,
-            None if offsets is None else offsets.long(),
-            mode=self.mode,
-            per_sample_weights=per_sample_weights,
-            include_last_offset=self.include_last_offset,
+            places, rows, offsets, mode=mode, per_sample_weights=per_sample_weights, include_last_offset=has_last
         )
 
 

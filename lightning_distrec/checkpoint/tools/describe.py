@@ -59,16 +59,13 @@ class Description:
     epoch: int | None = None
     num_ranks: int | None = None
     versions: str | None = None
-    """The torch, fbgemm and torchrec that wrote it."""
     lightning: str | None = None
     base: str | None = None
-    """Of a difference: the full checkpoint next to it that it needs."""
     changed_rows: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Of a difference: full name of a table -> rows that it has of it; other tables are in it in full."""
+    """Of a difference to `base`: full name of a table -> rows that it has; other tables are in it in full."""
     plan: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Name of a table -> its sharding type, kernel and ranks."""
     plan_file: bool = False
-    """Whether it holds a sharding plan that later runs can use."""
     tensors: list[Tensor] = dataclasses.field(default_factory=list)
     """Sharded tables first, then the others; the largest first."""
     optimizers: list[OptimizerState] = dataclasses.field(default_factory=list)

@@ -52,11 +52,7 @@ class Checkpointing:
     """Saves and loads the checkpoints of one strategy; `begin` is called for each run."""
 
     def __init__(
-        self,
-        options: CheckpointOptions,
-        consensus: Consensus,
-        writer_ranks: Consensus,
-        module: LightningModule,
+        self, options: CheckpointOptions, consensus: Consensus, writer_ranks: Consensus, module: LightningModule
     ) -> None:
         """writer_ranks: a consensus of its own for the thread that writes while training goes on."""
         self.options = options

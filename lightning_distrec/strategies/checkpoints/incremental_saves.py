@@ -35,8 +35,8 @@ class _Base:
     """Its tensors that lie along tables."""
 
 
-class IncrementalSaves:
-    """The series of one fit.
+class IncrementalSaves(Callback):
+    """The series of one fit, saved after every `every` optimizer steps.
 
     job: the label of the fit, which a restarted job keeps; "" for none. remove: removes a checkpoint, on rank 0, once
     those in flight are complete. Raises ConfigError on every rank: there are no tables.
@@ -64,15 +64,29 @@ class IncrementalSaves:
         self._writing: Path | None = None
         self._in_full: dict[str, str] | None = None
         self._reported: set[str] = set()
-        self._callback = _SaveEvery(self, options.every)
+        self._last_step = 0
         # At the end, behind ModelCheckpoints, which Lightning has moved there when the Trainer was made.
-        trainer.callbacks.append(self._callback)  # type: ignore[attr-defined]
+        trainer.callbacks.append(self)  # type: ignore[attr-defined]
 
     def release(self) -> None:
         """Stop saving, and following the tables; they are held no more."""
         self._changed.release()
         with suppress(ValueError):  # it was released before
-            self._trainer.callbacks.remove(self._callback)  # type: ignore[attr-defined]
+            self._trainer.callbacks.remove(self)  # type: ignore[attr-defined]
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._last_step = trainer.global_step
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step, last, every = trainer.global_step, self._last_step, self._options.every
+        self._last_step = step
+        # While gradients accumulate the step stays the same: it is saved once.
+        if step // every > last // every:
+            self.save(step)
 
     def save(self, step: int) -> None:
         """Collective. Save the next checkpoint of the series. Raises CheckpointError on every rank."""
@@ -151,25 +165,3 @@ def no_longer_needed(stored: list[tuple[int, Path, Mark]], keep: int, base: str)
     old = [(path, mark) for _, path, mark in newest if path.name not in needed]
     # If the process dies in between, no difference has lost its base.
     return [path for path, _ in sorted(old, key=lambda entry: not entry[1].is_difference)]
-
-
-class _SaveEvery(Callback):
-    """Saves after every `every` optimizer steps."""
-
-    def __init__(self, saves: IncrementalSaves, every: int) -> None:
-        self._saves, self._every = saves, every
-        self._last = 0
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._last = trainer.global_step
-
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        step, last = trainer.global_step, self._last
-        self._last = step
-        # While gradients accumulate the step stays the same: it is saved once.
-        if step // self._every > last // self._every:
-            self._saves.save(step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from lightning_distrec.chunks import Chunk, ChunkedTensor
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.strategies.checkpoints.changed_tables import ChangedTables
 from lightning_distrec.strategies.checkpoints.table_states import SavedTables
-
-if TYPE_CHECKING:  # it loads torchrec, which modules without tables do not need
-    from lightning_distrec.sharding.row_gradients import LocalShard
 
 WORTH = 0.8
 """Share of a table's rows from which on it is written in full."""
@@ -70,11 +67,7 @@ def find_table_tensors(checkpoint: Mapping[str, Any], tables: SavedTables) -> li
 
 
 def turn_into_difference(
-    checkpoint: dict[str, Any],
-    changed: ChangedTables,
-    in_full: Mapping[str, str],
-    in_base: set[str],
-    ranks: Consensus,
+    checkpoint: dict[str, Any], changed: ChangedTables, in_full: Mapping[str, str], in_base: set[str], ranks: Consensus
 ) -> dict[str, int]:
     """Collective. Put changed rows in the place of tensors of tables, in place; return the number of rows by table.
 
@@ -85,7 +78,13 @@ def turn_into_difference(
     names = {tensor.table for tensor in tensors}
     shards = {name: [s for s in tables.shards.shards[name] if s.weight.numel()] for name in names}
     ids = {name: [changed.ids_of(shard) for shard in shards[name]] for name in names}
-    local_places = {name: _places(shards[name], ids[name]) for name in names}
+    local_places = {
+        name: [
+            ShardPlace(shard.row, shard.column, shard.weight.shape[0], shard.weight.shape[1], len(changed_ids))
+            for shard, changed_ids in zip(shards[name], ids[name], strict=True)
+        ]
+        for name in names
+    }
     dims = {table.full_name: table.config.embedding_dim for table in tables.shards.tables}
     with without_torch_function():
         # EMAWeightAveraging puts averages in the place of rows: those have other memory, and stay in full.
@@ -111,7 +110,9 @@ def turn_into_difference(
     for tensor in tensors:
         if tensor.table not in num_rows or not all(rank_has_chunks[tensor.path] for _, rank_has_chunks in per_rank):
             continue
-        shape, dtype, id_type = tuple(tensor.tensor.shape), tensor.tensor.dtype, _ids_type(sizes[tensor.table])
+        shape, dtype = tuple(tensor.tensor.shape), tensor.tensor.dtype
+        # Half the bytes, for all tables but the very largest.
+        id_type = torch.int32 if sizes[tensor.table] < 2**31 else torch.int64
         entries = []
         for rank, places in enumerate(per_rank_places):
             for i, place in enumerate(places[tensor.table]):
@@ -134,21 +135,9 @@ def turn_into_difference(
     return {name: count for name, count in num_rows.items() if name in saved_by_rows}
 
 
-def _ids_type(num_rows: int) -> torch.dtype:
-    # Half the bytes, for all tables but the very largest.
-    return torch.int32 if num_rows < 2**31 else torch.int64
-
-
 def _on_one_rank(shape: tuple[int, ...], dtype: torch.dtype, tensor: Tensor | None) -> ChunkedTensor:
     """Return a tensor that one rank has; None: another one."""
     return ChunkedTensor(shape, dtype, [] if tensor is None else [Chunk((0,) * len(shape), tensor)])
-
-
-def _places(shards: list[LocalShard], ids: list[Tensor]) -> list[ShardPlace]:
-    return [
-        ShardPlace(shard.row, shard.column, shard.weight.shape[0], shard.weight.shape[1], len(changed))
-        for shard, changed in zip(shards, ids, strict=True)
-    ]
 
 
 def _chunks(tensor: ChunkedTensor, places: list[ShardPlace], dim: int, memory: set[int]) -> list[Tensor] | None:

@@ -155,7 +155,7 @@ def _save_without_room(path: str) -> str:
 def test_tables_that_do_not_fit_rank_zeros_host_are_reported_on_every_rank(tmp_path: Path) -> None:
     for message in run_on_warm_ranks(_save_without_room, 2, str(tmp_path / "x.ckpt")):
         assert message.startswith("CheckpointError: ")
-        assert "a checkpoint in one file gathers the tables on rank 0: 5,376 bytes" in message
+        assert "full tensors on rank 0 need 5,376 bytes" in message
 
 
 class Failing(ClickModel):

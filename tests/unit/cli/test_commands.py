@@ -248,9 +248,9 @@ def test_the_package_runs_as_a_module() -> None:
 
 
 def test_an_export_that_gets_sigterm_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_distrec.checkpoint.tools import torch_file
+    from lightning_distrec.checkpoint.tools import export_checkpoint
 
-    write = torch_file.write_blocks
+    write = export_checkpoint.write_blocks
 
     def ask_to_end(*args: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -258,7 +258,7 @@ def test_an_export_that_gets_sigterm_leaves_nothing(tmp_path: Path, monkeypatch:
 
     earlier_handler = signal.getsignal(signal.SIGTERM)
     _folder(str(tmp_path / "a.ckpt"))
-    monkeypatch.setattr(torch_file, "write_blocks", ask_to_end)
+    monkeypatch.setattr(export_checkpoint, "write_blocks", ask_to_end)
     with pytest.raises(SystemExit) as exit_:
         main.main(["export", str(tmp_path / "a.ckpt"), str(tmp_path / "out.pt")])
     assert exit_.value.code == 128 + signal.SIGTERM
