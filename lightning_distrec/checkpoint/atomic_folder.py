@@ -55,7 +55,10 @@ def read_marker(path: Path) -> dict[str, Any]:
         # Not isinstance: true in JSON becomes a bool, which is an int in Python.
         if type(size) is not int:
             raise CheckpointError(f"{path / MARKER} is damaged: it has no size for {name!r}.")
-        actual_size = _file_size(path, name)
+        try:
+            actual_size = (path / name).stat().st_size if _is_bare(name) and (path / name).is_file() else None
+        except (OSError, ValueError):  # no name for a file
+            actual_size = None
         if actual_size != size:
             problem = "is missing" if actual_size is None else f"has {actual_size:,} bytes"
             raise CheckpointError(f"{path} is damaged: {name} {problem}, and should have {size:,} bytes.")
@@ -67,14 +70,6 @@ def check_format(path: Path, version: Any) -> None:
     if version != FORMAT:
         problem = f"{path} has format {version}, and this version of lightning_distrec reads format {FORMAT}."
         raise CheckpointError(f"{problem} Install the version that wrote it, or a later one.")
-
-
-def _file_size(folder: Path, name: str) -> int | None:
-    """Return the bytes of an ordinary file in the folder itself; None where there is none of that name."""
-    try:
-        return (folder / name).stat().st_size if _is_bare(name) and (folder / name).is_file() else None
-    except (OSError, ValueError):
-        return None
 
 
 def _is_bare(name: Any) -> bool:

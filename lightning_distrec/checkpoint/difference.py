@@ -6,6 +6,7 @@ It is read by handles of tensors that have the base's rows and, over them, those
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -90,18 +91,16 @@ class RowIds:
 
     def __init__(self, lazy: LazyTensor, first: int, count: int) -> None:
         self._lazy, self._first, self._count = lazy, first, count
-        self._ids: Tensor | None = None
 
-    def read(self) -> Tensor:
+    @cached_property
+    def numbers(self) -> Tensor:
         """Return the numbers, (num_ids,). Raises CheckpointError: they are damaged."""
-        if self._ids is None:
-            ids = self._lazy.read().long()
-            # First and last are enough, since the next check makes sure that the numbers ascend.
-            outside = ids.numel() and (int(ids[0]) < self._first or int(ids[-1]) >= self._first + self._count)
-            if outside or bool((ids[1:] <= ids[:-1]).any()):
-                raise CheckpointError("a difference is damaged: the numbers of its rows are not as they were written.")
-            self._ids = ids
-        return self._ids
+        ids = self._lazy.read().long()
+        # First and last are enough, since the next check makes sure that the numbers ascend.
+        outside = ids.numel() and (int(ids[0]) < self._first or int(ids[-1]) >= self._first + self._count)
+        if outside or bool((ids[1:] <= ids[:-1]).any()):
+            raise CheckpointError("a difference is damaged: the numbers of its rows are not as they were written.")
+        return ids
 
 
 class PatchedTensor(LazyTensor):
@@ -124,8 +123,8 @@ class PatchedTensor(LazyTensor):
 def _put_rows(target: Tensor, box: Box, shard: ShardRows) -> None:
     """Write the shard's rows into `target`, which lies in `box` of the tensor."""
     first, count = box[0][0], box[1][0]
-    ids = shard.ids.read()
-    # Ids ascend, see RowIds.read: those in a rectangle follow each other, and so do their rows in the file.
+    ids = shard.ids.numbers
+    # Ids ascend, see RowIds: those in a rectangle follow each other, and so do their rows in the file.
     begin, end = torch.searchsorted(ids, torch.tensor([first, first + count])).tolist()
     columns = shard.sizes[1:]
     for start, number in row_ranges((end - begin, *columns), shard.rows.dtype.itemsize):

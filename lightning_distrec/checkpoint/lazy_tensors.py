@@ -1,8 +1,7 @@
 """Handles of a checkpoint's tensors: what a rank needs of a tensor is read from the file, by the rectangle."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,10 +10,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from typing_extensions import override
 
 from lightning_distrec._compat.tensors import local_offsets
-from lightning_distrec.checkpoint.plain_state import STORED, map_nested
+from lightning_distrec.checkpoint.plain_state import map_nested
 from lightning_distrec.checkpoint.storage import StoredTensors
 from lightning_distrec.chunks import Chunk, LazyTensor, copy_into, num_bytes, row_ranges
-from lightning_distrec.errors import CheckpointError
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,19 +70,6 @@ class SafetensorsTensor(LazyTensor):
         return tensor
 
 
-def stored_tensor(reference: Mapping[str, Any], path: Path, tensors: StoredTensors) -> StoredTensor:
-    """Return the tensor that a folder's state names by a reference: a dict with its name, shape and type.
-
-    Raises CheckpointError: the folder has it not, or in another shape; KeyError, TypeError: the reference is damaged.
-    """
-    shape = tuple(torch.Size(reference["shape"]))  # a TypeError where these are no integers
-    handle = StoredTensor(reference[STORED], shape, reference["dtype"], tensors)
-    # State and metadata are two files: if they are of two checkpoints, it shows here.
-    if (stored_shape := tuple(tensors.entry(handle.name).size)) != shape:
-        raise CheckpointError(f"{path} is damaged: '{handle.name}' is {stored_shape}, not {shape}.")
-    return handle
-
-
 def as_lazy(value: Any) -> LazyTensor | None:
     """Return what can be read of `value` by the rectangle: a handle, or a tensor in memory; None for others."""
     if isinstance(value, Tensor):
@@ -117,19 +102,15 @@ def materialized_as(value: Any, parameter: Any) -> Any:
     lazy = None if isinstance(value, DTensor) else as_lazy(value)
     if lazy is None or not isinstance(parameter, DTensor) or not lazy.shape:
         return materialized(value)
-    if tuple(lazy.shape) == tuple(parameter.shape):
-        return _read_shard(lazy, parameter)
     mesh = parameter.device_mesh
-    return DTensor.from_local(lazy.read().to(parameter.to_local().device), mesh, [Replicate()] * mesh.ndim)
-
-
-def _read_shard(lazy: LazyTensor, like: DTensor) -> DTensor:
-    """Read this rank's rectangle of a tensor in a file that is to be sharded as `like` is, and has its shape."""
-    local = torch.empty_like(like.to_local(), dtype=lazy.dtype)
+    if tuple(lazy.shape) != tuple(parameter.shape):
+        return DTensor.from_local(lazy.read().to(parameter.to_local().device), mesh, [Replicate()] * mesh.ndim)
+    local = torch.empty_like(parameter.to_local(), dtype=lazy.dtype)
     if local.numel():
-        lazy.read_into([Chunk(local_offsets(like), local)])
+        lazy.read_into([Chunk(local_offsets(parameter), local)])
     # from_local infers the shape from equal shards, and the last rank's may be smaller: hence shape and stride.
-    return DTensor.from_local(local, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+    placements, shape, stride = parameter.placements, parameter.shape, parameter.stride()
+    return DTensor.from_local(local, mesh, placements, shape=shape, stride=stride)
 
 
 def read_blocks(lazy: LazyTensor) -> Iterator[Tensor]:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_distrec.checkpoint.atomic_folder import MARKER
-from lightning_distrec.checkpoint.lazy_tensors import SafetensorsTensor, stored_tensor
-from lightning_distrec.checkpoint.plain_state import CHUNKED, from_bytes, insert_tensors, read_plain
+from lightning_distrec.checkpoint.lazy_tensors import SafetensorsTensor, StoredTensor
+from lightning_distrec.checkpoint.plain_state import CHUNKED, STORED, from_bytes, insert_tensors, read_plain
 from lightning_distrec.checkpoint.save import CHECKSUMS, STATE_FILE, rank_file
 from lightning_distrec.checkpoint.single_file import EXTRA, split_extra
 from lightning_distrec.checkpoint.storage import METADATA_FILE, StoredTensors, matches_checksums
@@ -145,18 +145,15 @@ class CheckpointFolder:
 
     def changed_bytes(self, on_progress: Callable[[int], None]) -> set[str]:
         """Read all of it but the metadata, and return what does not match its checksum: files, chunks of tensors."""
-        checksums = self.marker.get(CHECKSUMS, {})
-        if not isinstance(checksums, dict) or not checksums.keys() <= self.marker["files"].keys():
-            raise CheckpointError(f"{self.path} is damaged: its marker has no checksums, but {checksums!r}.")
-        path = self.path
+        path, crc32 = self.path, self.marker.get(CHECKSUMS, {})
+        if not isinstance(crc32, dict) or not crc32.keys() <= self.marker["files"].keys():
+            raise CheckpointError(f"{path} is damaged: its marker has no checksums, but {crc32!r}.")
         try:
-            changed = {
-                name for name, checksum in checksums.items() if zlib.crc32((path / name).read_bytes()) != checksum
-            }
+            changed = {name for name, checksum in crc32.items() if zlib.crc32((path / name).read_bytes()) != checksum}
         except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error}.") from error
-        changed |= _changed(_open_files(sorted(self.path.glob("*.pt"))), on_progress)
-        return changed | _changed(StoredTensors(self.path).records(), on_progress)
+            raise CheckpointError(f"{path} cannot be read: {error}.") from error
+        changed |= _changed(_open_files(sorted(path.glob("*.pt"))), on_progress)
+        return changed | _changed(StoredTensors(path).records(), on_progress)
 
     def _state(self, pickles: bool, reads_replicated: bool) -> dict[str, Any]:
         self._must_list({STATE_FILE, METADATA_FILE})
@@ -165,8 +162,12 @@ class CheckpointFolder:
         self._must_list(tensors.files)
 
         def stored(reference: Mapping[str, Any]) -> Any:
+            shape = tuple(torch.Size(reference["shape"]))  # a TypeError where these are no integers
+            handle = StoredTensor(reference[STORED], shape, reference["dtype"], tensors)
+            # State and metadata are two files: if they are of two checkpoints, it shows here.
+            if (stored_shape := tuple(tensors.entry(handle.name).size)) != shape:
+                raise CheckpointError(f"{self.path} is damaged: '{handle.name}' is {stored_shape}, not {shape}.")
             # Every rank needs replicated tensors in full; of sharded ones it knows its rectangles only later.
-            handle = stored_tensor(reference, self.path, tensors)
             return handle.read() if reads_replicated and not reference[CHUNKED] else handle
 
         # The file may hold any nesting of plain types, so that each access may fail in its own way.

@@ -20,14 +20,14 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import (
     ChunkStorageMetadata,
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
     FileSystemReader,
     FileSystemWriter,
     LoadPlan,
-    LoadPlanner,
     Metadata,
     ReadItem,
     SavePlan,
-    SavePlanner,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
@@ -45,18 +45,14 @@ from lightning_distrec.chunks import Box, Chunk, ChunkedTensor, narrowed, overla
 from lightning_distrec.errors import CheckpointError
 
 
-class WritePlanner(SavePlanner):
+class WritePlanner(DefaultSavePlanner):
     """Writes this rank's chunks of tensors, by name; the same names on every rank."""
 
     def __init__(self, tensors: Mapping[str, ChunkedTensor]) -> None:
+        super().__init__()
         self._tensors = tensors
         self._blocks: dict[MetadataIndex, Tensor] = {}
         self._buffer: Tensor | None = None
-
-    @override
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        # Nothing to take from the state_dict: dcp.save is given an empty one, and the tensors came with __init__.
-        pass
 
     @override
     def create_local_plan(self) -> SavePlan:
@@ -97,10 +93,6 @@ class WritePlanner(SavePlanner):
         return all_plans, Metadata(dict(entries))
 
     @override
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
-    @override
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         return self._on_host(self._blocks[write_item.index].detach())
 
@@ -116,23 +108,19 @@ class WritePlanner(SavePlanner):
         return _with_own_storage(host)
 
 
-class ReadPlanner(LoadPlanner):
+class ReadPlanner(DefaultLoadPlanner):
     """Reads into chunks. targets: name -> the rectangles that this rank wants, with the memory to read them into."""
 
     def __init__(self, targets: Mapping[str, Sequence[Chunk]]) -> None:
+        super().__init__()
         self._targets = targets
-        self._metadata: Metadata | None = None
-
-    @override
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        self._metadata = metadata
 
     @override
     def create_local_plan(self) -> LoadPlan:
-        assert self._metadata is not None
+        assert self.metadata is not None
         items = []
         for name, chunks in self._targets.items():
-            entry = self._metadata.state_dict_metadata[name]
+            entry = self.metadata.state_dict_metadata[name]
             assert isinstance(entry, TensorStorageMetadata)
             for number, chunk in enumerate(chunks):
                 for stored in entry.chunks:
@@ -153,28 +141,16 @@ class ReadPlanner(LoadPlanner):
         return LoadPlan(items)
 
     @override
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    @override
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    @override
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        raise ValueError("a checkpoint of ours has no pickled entries")
+        raise ValueError("a checkpoint of ours has no pickled entries")  # torch's default would run their code
 
     @override
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         assert read_item.dest_index.index is not None
         chunk = self._targets[read_item.dest_index.fqn][read_item.dest_index.index]
         begin = (0,) * chunk.tensor.dim()
+        # A view of the target's own memory, into which the reader copies.
         return narrowed(chunk.tensor.detach(), begin, (tuple(read_item.dest_offsets), tuple(read_item.lengths)))
-
-    @override
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        # The reader has copied into a view of the target's own memory, see resolve_tensor.
-        pass
 
 
 def _minus(a: Sequence[int], b: Sequence[int]) -> torch.Size:

@@ -51,7 +51,7 @@ def refuse_checkpoint_io(options: CheckpointOptions, io: CheckpointIO) -> None:
         value = "{...}" if setting == "incremental" else "True"
         raise ConfigError(
             f"plugins={type(io).__name__}: it writes one file, and checkpoint={{'{setting}': {value}}} goes to the "
-            "file system directly. Set checkpoint={'distributed': False}, or leave the plugin out."
+            "file system directly. Set checkpoint={'distributed': False}, or checkpoint={'async_save': True} alone."
         )
 
 

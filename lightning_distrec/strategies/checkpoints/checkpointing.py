@@ -123,7 +123,10 @@ class Checkpointing:
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Collective. Return an optimizer's state as it is saved."""
-        return OptimizerStates(self._module, self._tables, self._ranks, self.state_ranks).collect(optimizer)
+        return self._optimizer_states().collect(optimizer)
+
+    def _optimizer_states(self) -> OptimizerStates:
+        return OptimizerStates(self._module, self._tables, self._ranks, self.state_ranks, self.options.grow_tables)
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, io: CheckpointIO, storage_options: Any) -> None:
         """Collective. Write a checkpoint, a folder or a file, or start to.
@@ -256,12 +259,8 @@ class Checkpointing:
 
     def load_optimizers(self, checkpoint: Mapping[str, Any], optimizers: list[Optimizer]) -> None:
         """Collective. Load the optimizers' state, of tables too."""
-        states = OptimizerStates(self._module, self._tables, self._ranks, self.state_ranks)
-        grow = self.options.grow_tables
-        self._ranks.all_or_none(
-            "loading a checkpoint",
-            lambda: states.load(checkpoint["optimizer_states"], optimizers, self._own_optimizers, rank_zero_warn, grow),
-        )
+        states, saved = self._optimizer_states(), checkpoint["optimizer_states"]
+        self._ranks.all_or_none("loading a checkpoint", lambda: states.load(saved, optimizers, self._own_optimizers))
 
 
 def _plan_in_words(plan: ShardingByTable) -> dict[str, Any]:

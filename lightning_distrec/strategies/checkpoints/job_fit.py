@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import re
-import secrets
 import sys
 import time
 import zlib
@@ -46,13 +45,8 @@ class Places:
 RUN_NAME = "LIGHTNING_DISTREC_RUN_NAME"
 """Variable for `run_name`, where the options do not set it."""
 
-# Of the process: a script may fit several times, and its restart numbers the fits in the same order.
-_fits = itertools.count(1)
-
-
-def next_fit() -> int:
-    """Return 1 for the first fit of this process, and so on, whichever trainer's it is."""
-    return next(_fits)
+FIT_NUMBERS = itertools.count(1)
+"""Of the process: a script may fit several times, and its restart numbers the fits in the same order."""
 
 
 def run_name(option: str | None, variables: Mapping[str, str] = os.environ) -> str:
@@ -65,16 +59,11 @@ def run_name(option: str | None, variables: Mapping[str, str] = os.environ) -> s
     return name
 
 
-def new_label() -> str:
-    """Return a label for a fit that begins at its first step."""
-    return f"@{secrets.token_hex(4)}"
-
-
 class JobFit:
     """What one fit of a job keeps over restarts and shares with no other, and a record of where its checkpoints are.
 
     root: the trainer's default_root_dir. job: what a job keeps over restarts, by its launcher; "" for none. fit: which
-    fit of the process it is, see `next_fit`. run: the user's name for the run; "" for none.
+    fit of the process it is. run: the user's name for the run; "" for none.
     A job may run several programs: their arguments are part of the name, unless the user names the run.
     """
 
@@ -103,7 +92,7 @@ class JobFit:
         return f"{self.name}@{self.start}" if self.has_name else ""
 
     def begin(self, label: str) -> None:
-        """Begin as a new fit, or go on as that of a checkpoint. label: `new_label`, or the checkpoint's."""
+        """Begin as a new fit, or go on as that of a checkpoint. label: "@" and what is drawn, or the checkpoint's."""
         self.start = label.rpartition("@")[2]
 
     def has_label(self, label: str) -> bool:

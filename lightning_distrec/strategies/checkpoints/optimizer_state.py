@@ -7,10 +7,11 @@ Kernel, sharding type and number of ranks are not in it, so that any of them may
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
@@ -44,14 +45,18 @@ class StateRanks(NamedTuple):
 
 
 class OptimizerStates:
-    """The states of one fit's optimizers. state_ranks: which ranks hold a parameter's state; None: all ranks do."""
+    """The states of one fit's optimizers.
+
+    state_ranks: which ranks hold a parameter's state; None: all ranks do. grow: accept tables with more rows.
+    """
 
     def __init__(
         self,
         module: LightningModule,
         tables: SavedTables | None,
         consensus: Consensus,
-        state_ranks: StateRanks | None = None,
+        state_ranks: StateRanks | None,
+        grow: bool,
     ) -> None:
         self._state_ranks = state_ranks
         self._consensus = consensus
@@ -59,9 +64,8 @@ class OptimizerStates:
         self._tables: dict[str, SavedTable] = {}
         """Name of a table's weight -> the table."""
         if tables is not None:
-            self._tables = {
-                t.key: SavedTable(t, tables.shards.shards[t.full_name], tables) for t in tables.shards.tables
-            }
+            shards = tables.shards.shards
+            self._tables = {t.key: SavedTable(t, shards[t.full_name], tables, grow) for t in tables.shards.tables}
             # Shards replaced the parameters of the unsharded module, and are saved under its name for the table.
             self._names |= {id(shard.weight): key for key, saved in self._tables.items() for shard in saved.shards}
 
@@ -80,7 +84,8 @@ class OptimizerStates:
             {**{k: v for k, v in group.items() if k not in UNSAVED_KEYS}, "params": list(parameters)}
             for group, parameters in zip(optimizer.param_groups, names, strict=True)
         ]
-        plain = {name: parameters[0] for name, parameters in _items(names) if name not in self._tables}
+        used = {name: parameters for group in names for name, parameters in group.items()}
+        plain = {name: parameters[0] for name, parameters in used.items() if name not in self._tables}
         if self._state_ranks is not None:
             state = _collect_partitioned(plain, optimizer, self._state_ranks.rank_of, self._consensus)
         else:
@@ -89,15 +94,11 @@ class OptimizerStates:
                 for name, p in plain.items()
                 if p in optimizer.state
             }
-        state |= self._collect_tables(names, optimizer)
+        tables = {name: self._tables[name] for name in used if name in self._tables}
+        state |= self._collect_tables(tables, optimizer)
         return {"optimizer": class_name(optimizer), "state": state, "param_groups": groups}
 
-    def _collect_tables(
-        self, names: list[dict[str, list[nn.Parameter]]], optimizer: Optimizer
-    ) -> dict[str, dict[str, Any]]:
-        tables = {name: self._tables[name] for name, _ in _items(names) if name in self._tables}
-        if not tables:
-            return {}
+    def _collect_tables(self, tables: dict[str, SavedTable], optimizer: Optimizer) -> dict[str, dict[str, Any]]:
         state = {name: table.collect_fused() for name, table in tables.items() if table.update.in_backward}
         unfused = {name: table for name, table in tables.items() if not table.update.in_backward}
         if not unfused:
@@ -115,19 +116,16 @@ class OptimizerStates:
         saved: Sequence[Mapping[str, Any]],
         optimizers: Sequence[Optimizer],
         own_optimizers: Sequence[Optimizer],
-        warn: Callable[[str], None],
-        grow: bool,
     ) -> None:
-        """Load the optimizers' saved state; each rank reads its own shards.
+        """Load each optimizer's saved state. own_optimizers: those of tables alone.
 
-        own_optimizers: those of tables alone. warn: called with what cannot be loaded, and starts empty. grow: accept
-        tables with more rows. Raises CheckpointError: the optimizers or groups are not those that were saved.
+        Raises CheckpointError: other optimizers, or other groups, were saved.
         """
         saved_of_tables = [state for state in saved if OF_TABLES in state]
         saved = [state for state in saved if OF_TABLES not in state]
         if own_optimizers and not saved_of_tables and not any("optimizer" in state for state in saved):
             # Lightning's own checkpoints have none of in-backward optimizers, and start theirs again as well.
-            warn("the checkpoint has no state of the optimizers of tables alone: it starts empty.")
+            rank_zero_warn("the checkpoint has no state of the optimizers of tables alone: it starts empty.")
             own_optimizers = []
         if len(saved_of_tables) != len(own_optimizers):
             raise CheckpointError(
@@ -141,13 +139,11 @@ class OptimizerStates:
                 f"{len(optimizers)}. Return as many, {START}"
             )
         for number, (state, optimizer) in enumerate(zip(saved, optimizers, strict=True)):
-            self._load(f"optimizer {number}", state, optimizer, warn, grow)
+            self._load(f"optimizer {number}", state, optimizer)
         for state, optimizer in zip(saved_of_tables, own_optimizers, strict=True):
-            self._load("a table's optimizer", state, optimizer, warn, grow)
+            self._load("a table's optimizer", state, optimizer)
 
-    def _load(
-        self, label: str, saved: Mapping[str, Any], optimizer: Optimizer, warn: Callable[[str], None], grow: bool
-    ) -> None:
+    def _load(self, label: str, saved: Mapping[str, Any], optimizer: Optimizer) -> None:
         members = _members(optimizer)
         kind = " + ".join(map(class_name, members))
         if "param_groups" not in saved:
@@ -156,7 +152,9 @@ class OptimizerStates:
                 "groups, as other strategies save it. Start a new run from its weights by checkpoint.start_from."
             )
         if saved.get("optimizer", kind) != kind:
-            warn(f"{label} is a {kind}, and the checkpoint's was a {saved['optimizer']}: its state starts empty.")
+            rank_zero_warn(
+                f"{label} is a {kind}, and the checkpoint's was a {saved['optimizer']}: its state starts empty."
+            )
             return
         groups, num_groups = list(saved["param_groups"]), sum(len(member.param_groups) for member in members)
         if len(groups) != num_groups:
@@ -166,11 +164,9 @@ class OptimizerStates:
             )
         for member in members:
             first, groups = groups[: len(member.param_groups)], groups[len(member.param_groups) :]
-            self._load_member(label, {**saved, "param_groups": first}, member, warn, grow)
+            self._load_member(label, {**saved, "param_groups": first}, member)
 
-    def _load_member(
-        self, label: str, saved: Mapping[str, Any], optimizer: Optimizer, warn: Callable[[str], None], grow: bool
-    ) -> None:
+    def _load_member(self, label: str, saved: Mapping[str, Any], optimizer: Optimizer) -> None:
         names = self._named_groups(optimizer)
         states, saved_names = _state_by_name(saved, names, label)
         states_by_index: dict[int, Any] = {}
@@ -182,7 +178,7 @@ class OptimizerStates:
             first = index
             for name, parameters in named_parameters.items():
                 for parameter in parameters:
-                    state = self._local_state(name, parameter, states.get(name), optimizer, grow, name in saved_names)
+                    state = self._local_state(name, parameter, states.get(name), optimizer, name in saved_names)
                     states_by_index |= {} if state is None else {index: state}
                     index += 1
             unsaved = {key: current_group[key] for key in UNSAVED_KEYS if key in current_group}
@@ -192,7 +188,7 @@ class OptimizerStates:
         fresh = [name for named_parameters in names for name in named_parameters if name not in saved_names]
         if fresh:
             ending = f" and {len(fresh) - 1} more" if fresh[1:] else ""
-            warn(f"{label}: the checkpoint has no state of '{fresh[0]}'{ending}; it starts empty.")
+            rank_zero_warn(f"{label}: the checkpoint has no state of '{fresh[0]}'{ending}; it starts empty.")
 
     def _local_state(
         self,
@@ -200,7 +196,6 @@ class OptimizerStates:
         parameter: nn.Parameter,
         values: Mapping[str, Any] | None,
         optimizer: Optimizer,
-        grow: bool,
         is_saved: bool,
     ) -> dict[str, Any] | None:
         """Return the state that torch keeps for a parameter; None for none."""
@@ -208,9 +203,9 @@ class OptimizerStates:
             return None if is_saved or parameter not in optimizer.state else dict(optimizer.state[parameter])
         if (table := self._tables.get(name)) is not None:
             if table.update.in_backward:
-                table.load_fused(parameter, values, grow)
+                table.load_fused(parameter, values)
                 return None
-            return table.read_local(name, parameter, values, optimizer, grow)
+            return table.read_local(name, parameter, values, optimizer)
         if self._state_ranks is not None and not self._state_ranks.hold(parameter, self._consensus.rank):
             return None
         return {key: materialized_as(value, parameter) for key, value in values.items()}
@@ -297,8 +292,3 @@ def _members(optimizer: Optimizer) -> list[Optimizer]:
     from lightning_distrec.optimizers.torchrec_optimizers import members_of
 
     return members_of([optimizer])
-
-
-def _items(groups: list[dict[str, list[nn.Parameter]]]) -> Iterator[tuple[str, list[nn.Parameter]]]:
-    for group in groups:
-        yield from group.items()

@@ -52,17 +52,6 @@ def update_in_resumed_epoch(trainer: Trainer) -> None:
         update_plateaus_of_this_epoch(trainer)
 
 
-def warn_of_missed_epoch(trainer: Trainer) -> None:
-    """Say which schedulers miss an epoch, where a run resumes from after an epoch's last batch and before its end."""
-    for config in trainer.lr_scheduler_configs:
-        if config.reduce_on_plateau and config.interval == "epoch":
-            rank_zero_warn(
-                f"ReduceLROnPlateau(monitor={config.monitor!r}) misses one epoch: the checkpoint was saved at the end "
-                "of an epoch, before Lightning updated the scheduler. Resume from one of the middle of an epoch "
-                "(ModelCheckpoint(every_n_train_steps=N)) to update it in each."
-            )
-
-
 COUNTERS = ("ready", "started", "processed", "completed")
 POSITIONS = "distrec_positions"
 """Key of the loaders' positions in the fit loop's state. Stock Lightning, which could not use them, ignores it."""
@@ -159,8 +148,14 @@ class Positions:
             set_generator_states(self._generators)
         self._generators = None
         if self._begins_at_an_end:
-            warn_of_missed_epoch(trainer)
             self._begins_at_an_end = False
+            for config in trainer.lr_scheduler_configs:
+                if config.reduce_on_plateau and config.interval == "epoch":
+                    rank_zero_warn(
+                        f"ReduceLROnPlateau(monitor={config.monitor!r}) misses one epoch: the checkpoint was saved at "
+                        "the end of one, before Lightning updated the scheduler. Resume from one of the middle of an "
+                        "epoch (ModelCheckpoint(every_n_train_steps=N)) to update it in each."
+                    )
 
     def _count_batches(self, trainer: Trainer) -> None:
         """Let Lightning count the batches before the loaders' positions: with another batch size its own differs."""

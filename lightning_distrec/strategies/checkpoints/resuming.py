@@ -1,5 +1,6 @@
 """Where a fit begins: at the furthest complete checkpoint that the same job has saved before a restart, if any."""
 
+import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +14,7 @@ from lightning_distrec.checkpoint.atomic_folder import clean_up
 from lightning_distrec.checkpoint.contents import open_checkpoint
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError
-from lightning_distrec.strategies.checkpoints.job_fit import JobFit, Places, new_label
+from lightning_distrec.strategies.checkpoints.job_fit import JobFit, Places
 from lightning_distrec.units import quantity
 
 
@@ -46,7 +47,7 @@ class Resuming:
         """Collective. Return the checkpoint from which the fit goes on, if any. ckpt_path: for a job's first start."""
         self.job.take_name(ranks.all_gather(self.job.name)[0])
         self._resumed = newest = None if self._never else self._furthest(ranks)
-        self.job.begin(ranks.all_gather(newest.label if newest else new_label())[0])
+        self.job.begin(ranks.all_gather(newest.label if newest else f"@{secrets.token_hex(4)}")[0])
         if newest is None:
             self._explain_first_start(ckpt_path)
             return None

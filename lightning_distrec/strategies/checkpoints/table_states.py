@@ -53,6 +53,8 @@ class SavedTable(NamedTuple):
     table: Table
     shards: list[LocalShard]
     tables: SavedTables
+    grow: bool
+    """Whether to accept more rows than were saved."""
 
     @property
     def update(self) -> TableUpdate:
@@ -110,8 +112,8 @@ class SavedTable(NamedTuple):
             state["step"] = torch.tensor(float(self.tables.num_fused_steps(self.table.full_name)))
         return state
 
-    def load_fused(self, parameter: nn.Parameter, values: Mapping[str, Any], grow: bool) -> None:
-        """Load one shard's saved state into FBGEMM's. grow: accept a table with more rows than were saved."""
+    def load_fused(self, parameter: nn.Parameter, values: Mapping[str, Any]) -> None:
+        """Load one shard's saved state into FBGEMM's."""
         memory, keys, shard = self.tables.shards.fused_state(), self.update.state_keys, self._shard(parameter)
         for i, (key, _) in enumerate(keys):
             lazy = as_lazy(values.get(key))
@@ -120,7 +122,7 @@ class SavedTable(NamedTuple):
                 raise CheckpointError(
                     f"table '{name}': the saved optimizer state has no '{key}', only {sorted(values)}."
                 )
-            kind = self._layout(self.table.key, key, lazy.shape, grow)
+            kind = self._layout(self.table.key, key, lazy.shape)
             if shard.weight.numel():
                 tensor, num_dims = memory[id(shard)][i], len(lazy.shape)
                 # torch's optimizers save one number per row without a second dimension, FBGEMM's state has it: both
@@ -131,9 +133,9 @@ class SavedTable(NamedTuple):
             self.tables.set_fused_steps(self.table.full_name, round(float(values["step"])))
 
     def read_local(
-        self, name: str, parameter: nn.Parameter, values: Mapping[str, Any], optimizer: Optimizer, grow: bool
+        self, name: str, parameter: nn.Parameter, values: Mapping[str, Any], optimizer: Optimizer
     ) -> dict[str, Any]:
-        """Return the saved state of one shard, for torch. name: of the table's weight. grow: see `load_fused`."""
+        """Return the saved state of one shard, for torch. name: of the table's weight."""
         shard = self._shard(parameter)
         old_state = optimizer.state.get(parameter, {})
         local: dict[str, Any] = {}
@@ -142,7 +144,7 @@ class SavedTable(NamedTuple):
             if lazy is None or not lazy.shape:
                 local[key] = lazy.read().clone() if lazy is not None else value  # each shard counts its own steps
                 continue
-            kind = self._layout(name, key, lazy.shape, grow)
+            kind = self._layout(name, key, lazy.shape)
             rows, columns = shard.weight.shape
             shape = {"elements": (rows, columns), "columns of 1": (rows, 1), "rows": (rows,)}[kind]
             start = old_state.get(key)
@@ -159,10 +161,10 @@ class SavedTable(NamedTuple):
     def _shard(self, parameter: nn.Parameter) -> LocalShard:
         return next(shard for shard in self.shards if shard.weight is parameter)
 
-    def _layout(self, name: str, key: str, shape: Sequence[int], grow: bool) -> str:
+    def _layout(self, name: str, key: str, shape: Sequence[int]) -> str:
         """Return how a saved tensor lies along the table. Raises CheckpointError: it has other rows or columns."""
         rows, dim = self.table.config.num_embeddings, self.table.config.embedding_dim
-        fits = shape[0] == rows or (grow and shape[0] < rows)
+        fits = shape[0] == rows or (self.grow and shape[0] < rows)
         if fits and len(shape) == 1:
             return "rows"
         if fits and len(shape) == 2 and shape[1] in (dim, 1):

@@ -30,7 +30,7 @@ from lightning_distrec.namespaces import refuse_other_callbacks
 from lightning_distrec.option_values import as_options, check_choice, parse_timeout
 from lightning_distrec.prefetch.even_batches import UnevenInputs, even
 from lightning_distrec.strategies.checkpoints.checkpoint_io import refuse_checkpoint_io
-from lightning_distrec.strategies.checkpoints.job_fit import JobFit, next_fit, run_name
+from lightning_distrec.strategies.checkpoints.job_fit import FIT_NUMBERS, JobFit, run_name
 from lightning_distrec.strategies.checkpoints.resuming import Resuming
 from lightning_distrec.strategies.run.checkpoint_hooks import CheckpointHooks
 from lightning_distrec.strategies.run.forked_ranks import fork_launcher, forks_ranks, has_no_script
@@ -143,7 +143,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
 
     def _prepare_fit(self, trainer: Trainer) -> ExitStack:
         """Let a fit resume from what the same job has saved before it was restarted."""
-        options, launched, fit = self._stop_options, self.launched, next_fit()
+        options, launched, fit = self._stop_options, self.launched, next(FIT_NUMBERS)
         run, job = run_name(options.run_name), launched.job if launched else ""
         attempt, launcher = (launched.attempt, launched.launcher) if launched else (0, "")
         point = launched.point if launched is not None and launched.point.is_hosted else None

@@ -659,7 +659,10 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "no state_dict": (changed(RW, start_from="nested.pt"), "CheckpointError: .*nested.pt.*state_dict"),
     "no torch file": (changed(RW, start_from="junk.pt"), "CheckpointError: .*junk.pt cannot be read"),
     "no safetensors": (changed(RW, start_from="junk.safetensors"), "CheckpointError: .*is no safetensors file"),
-    "unknown option": (changed(RW, start_form="x"), "ConfigError: checkpoint: start_form is not known.*start_from"),
+    "unknown option": (
+        changed(RW, start_form="x"),
+        "ConfigError: checkpoint: there is no option 'start_form'; did you mean 'start_from'",
+    ),
 }
 
 
