@@ -78,10 +78,7 @@ def _is_bare(name: Any) -> bool:
 
 
 class UnfinishedFolder:
-    """A folder that is being written under a temporary name. The lock that its writer holds shows that it is alive.
-
-    flock is released by the kernel when its process dies, however it dies; a file with a process id would stay.
-    """
+    """A folder that is being written under a temporary name; a lock, which ends with a process, shows its writer."""
 
     def __init__(self, final: Path) -> None:
         self._final = final
@@ -93,6 +90,7 @@ class UnfinishedFolder:
         self._lock: int | None = None
         try:
             self._lock = os.open(new / _LOCK, os.O_CREAT | os.O_RDWR)
+            # The kernel releases it when the process dies, however it dies; a file with a process id would stay.
             with contextlib.suppress(OSError):  # file systems without locks: see _has_writer
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             new.rename(self.path)

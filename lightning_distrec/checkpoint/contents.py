@@ -45,11 +45,7 @@ def verify(path: Path, on_progress: Callable[[int], None] = lambda num_bytes: No
 
 
 def read_full(path: Path, with_optimizers: bool, pickles: bool = False) -> dict[str, Any]:
-    """Read a checkpoint's folder into memory, as stock Lightning has it.
-
-    with_optimizers: also read the optimizers' state, which is up to twice as large as the weights; else it is left out.
-    pickles: whether it may hold any types, whose code is run.
-    """
+    """Read a checkpoint into memory, as stock Lightning has it. pickles: it may hold any types, whose code is run."""
     checkpoint = read_contents(path, pickles).checkpoint
     states = checkpoint.pop("optimizer_states", None)
     if states is not None:

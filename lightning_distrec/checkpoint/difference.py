@@ -1,7 +1,4 @@
-"""A checkpoint by difference: the rows of tables that have changed since a full checkpoint, which its marker names.
-
-It is read by handles of tensors that have the base's rows and, over them, those of the difference.
-"""
+"""A checkpoint by difference: the rows of tables that have changed since a full checkpoint, laid over it when read."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -78,9 +75,8 @@ class ShardRows:
     """Some rows of a rectangle of a tensor."""
 
     offsets: tuple[int, ...]
-    """Where the rectangle begins in the tensor; one number for a tensor of one number per row."""
+    """Where the rectangle begins in the tensor."""
     sizes: tuple[int, ...]
-    """The rectangle's shape."""
     ids: "RowIds"
     rows: LazyTensor
     """Their values, in the order of the ids: (num_ids, num_columns), or (num_ids,)."""

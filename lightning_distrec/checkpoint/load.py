@@ -1,7 +1,4 @@
-"""The forms that a checkpoint on disk may have: one file, of ours, torch, Lightning or safetensors, or our folder.
-
-Nothing is gathered: every rank reads from the file system what it needs, tables by the rectangle.
-"""
+"""The forms that a checkpoint on disk may have: a file of ours, torch, Lightning or safetensors, or our folder."""
 
 import io
 import zipfile

@@ -198,10 +198,7 @@ def _loads(value: Any) -> bool:
 
 
 def read_plain(path: Path, pickles: bool = False) -> Any:
-    """Read plain types and tensors, on the host, from a file of torch.save.
-
-    pickles: whether it may hold other types, whose code is run; else they raise CheckpointError.
-    """
+    """Read a file of torch.save, on the host. Raises CheckpointError: it has no plain types, and not `pickles`."""
     # torch maps files of its zip format only, and raises for older ones.
     return _load_plain(path, path, zipfile.is_zipfile(path), pickles)
 

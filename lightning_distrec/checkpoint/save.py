@@ -121,10 +121,7 @@ class FolderSnapshot:
 
 
 def take_folder_snapshot(content: RankContent, ranks: RanksOfThread) -> FolderSnapshot:
-    """Collective. Return what this rank writes; tensors share memory with the module and its optimizers.
-
-    Raises CheckpointError on every rank: something is no plain type.
-    """
+    """Collective. Return what this rank writes. Raises CheckpointError on every rank: something is no plain type."""
     checkpoint, pickles = content.checkpoint, content.pickles
     # A tensor that only some ranks hold, or that differs in shape, cannot be divided among all for writing.
     per_rank_tensors = [set(tensors) for tensors in ranks.all_gather(large_tensors(checkpoint))]

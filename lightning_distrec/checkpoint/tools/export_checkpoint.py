@@ -182,10 +182,7 @@ def write_torch_file(path: Path, value: Any, on_progress: Callable[[int], None])
 
 
 def _write_skeleton(path: Path, value: Any, tensors: Mapping[str, LazyTensor]) -> None:
-    """Let torch.save write all but the tensors' bytes.
-
-    It wants real tensors: they are mapped from a sparse file, which takes neither memory nor disk.
-    """
+    """Let torch.save write all but the tensors' bytes, of tensors in a sparse file, without memory or disk."""
     hole = path.with_suffix(".hole")
 
     def put(item: Any, place: str) -> Any:

@@ -22,10 +22,7 @@ from lightning_distrec.errors import CheckpointError
 
 
 def merge(source: Path, target: Path) -> None:
-    """Write the full checkpoint that the difference `source` stands for into the folder `target`, by blocks of 64 MiB.
-
-    Raises CheckpointError: `source` is no difference, or does not match its checksums; `target` cannot be written.
-    """
+    """Write what the difference `source` stands for into the folder `target`, or raise CheckpointError."""
     difference = open_checkpoint(source)
     if not isinstance(difference, Difference):
         raise CheckpointError(f"{source} is no difference: there is nothing to merge it with.")

@@ -28,10 +28,7 @@ if TYPE_CHECKING:  # it loads torchrec, which modules without tables do not need
 
 
 class ChangedTables:
-    """Follows all writes into the tables of a fit, and into their optimizers' state, until `release`.
-
-    plugin: Lightning's precision plugin, by whose closures optimizers step.
-    """
+    """Follows writes into a fit's tables and their optimizers' state. plugin: of precision, whose closures step."""
 
     def __init__(self, tables: SavedTables, plugin: Any) -> None:
         from lightning_distrec.sharding.lookup.touched_rows import TouchedRows

@@ -101,10 +101,7 @@ class Checkpointing:
         return [] if self._tables is None else self._tables.own_optimizers
 
     def require_all_ranks(self) -> None:
-        """Collective, before a checkpoint after an exception (by OnExceptionCheckpoint): it may be one rank's alone.
-
-        Raises CheckpointError: the others do not arrive within 20 s; they may wait for this rank in another collective.
-        """
+        """Collective, before a checkpoint after an exception. Raises CheckpointError: a rank is missing for 20 s."""
         # First, because the thread that writes uses the group of the barrier below.
         self._saver.finish(LEAVING_SECONDS)
         # Over the writer's own group: the others may be in a collective of training, which this must not meet.
@@ -173,11 +170,9 @@ class Checkpointing:
             self._saver.finish()
 
     def _job_label(self, checkpoint: Mapping[str, Any], path: str) -> str:
-        """Return what a checkpoint says of its job; "" where a restart is not to go on from it.
-
-        One that is saved after an exception may be of the middle of a step, which some parameters have made already.
-        """
+        """Return what a checkpoint says of its job; "" where a restart may not go on from it: after exceptions."""
         trainer = self._module.trainer
+        # After an exception it may be of the middle of a step, which some parameters have made already.
         is_of_fit = trainer.state.fn == TrainerFn.FITTING and "optimizer_states" in checkpoint
         if self._job is None or not is_of_fit or trainer.interrupted:
             return ""
@@ -318,13 +313,11 @@ def drop_hyperparameters(checkpoint: dict[str, Any], warned: set[str]) -> None:
 
 
 def refuse_callbacks(trainer: Trainer) -> None:
-    """Raise CheckpointError where a callback's state could not be saved, before the run starts.
-
-    Checks only callbacks of the user: Lightning's have plain types, or copies of the whole model.
-    """
+    """Raise CheckpointError, before the run starts, where the state of a callback of the user's could not be saved."""
     if trainer.state.fn != TrainerFn.FITTING or not trainer.checkpoint_callbacks:
         return
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        # Lightning's own have plain types, or copies of the whole model.
         if not type(callback).__module__.startswith("lightning."):
             refuse_not_plain(
                 with_plain_types(callback.state_dict()), f"the state_dict of {type(callback).__name__}: state"

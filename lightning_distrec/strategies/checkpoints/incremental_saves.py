@@ -156,10 +156,7 @@ class IncrementalSaves(Callback):
 
 
 def no_longer_needed(stored: list[tuple[int, Path, Mark]], keep: int, base: str) -> list[Path]:
-    """Return what to remove of a series, differences before their bases.
-
-    stored: time, path and mark of each. keep: how many of the newest to keep. base: a folder's name that is needed too.
-    """
+    """Return what to remove of a series, differences before their bases; `base` and the `keep` newest stay."""
     newest = sorted(stored, key=lambda entry: entry[0], reverse=True)
     needed = {base} | {path.name for _, path, _ in newest[:keep]} | {mark.base_name for _, _, mark in newest[:keep]}
     old = [(path, mark) for _, path, mark in newest if path.name not in needed]

@@ -20,10 +20,7 @@ if TYPE_CHECKING:  # it loads torchrec, which modules without tables do not need
 def load_weights(
     module: LightningModule, shards: ShardedTables | None, state: Mapping[str, Any], *, strict: bool, grow: bool
 ) -> None:
-    """Load a state_dict whose tensors may be handles. grow: accept tables with more rows than in the checkpoint.
-
-    Raises CheckpointError: the state does not fit the module.
-    """
+    """Load a state_dict of tensors or handles. grow: accept more rows. Raises CheckpointError: it does not fit."""
     keys: dict[str, str] = {}
     mapped: set[str] = set()
     if shards is not None:

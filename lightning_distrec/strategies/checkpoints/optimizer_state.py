@@ -1,7 +1,6 @@
 """The optimizers' state under the user's own names, whoever keeps it: torch, this rank's shards, or FBGEMM.
 
-The saved state has the names of the unsharded module's parameters, and a table's state the shape of the full table.
-Kernel, sharding type and number of ranks are not in it, so that any of them may differ when it is loaded.
+It has the unsharded module's names and shapes: kernel, sharding type and ranks may differ when it is loaded.
 """
 
 from __future__ import annotations
@@ -117,10 +116,7 @@ class OptimizerStates:
         optimizers: Sequence[Optimizer],
         own_optimizers: Sequence[Optimizer],
     ) -> None:
-        """Load each optimizer's saved state. own_optimizers: those of tables alone.
-
-        Raises CheckpointError: other optimizers, or other groups, were saved.
-        """
+        """Load each optimizer's saved state. Raises CheckpointError: other ones, or other groups, were saved."""
         saved_of_tables = [state for state in saved if OF_TABLES in state]
         saved = [state for state in saved if OF_TABLES not in state]
         if own_optimizers and not saved_of_tables and not any("optimizer" in state for state in saved):

@@ -41,10 +41,7 @@ def set_generator_states(states: Mapping[str, Any]) -> None:
 
 
 def update_in_resumed_epoch(trainer: Trainer) -> None:
-    """Let schedulers be updated at the end of a resumed epoch too, once a validation in it has given their metrics.
-
-    Others stay without an update, as in Lightning: a training epoch's metrics are not in checkpoints.
-    """
+    """Let schedulers be updated at the end of a resumed epoch too, if a validation in it has given their metrics."""
     if trainer.state.fn != TrainerFn.FITTING or not trainer.fit_loop.restarting:
         return
     monitors = [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]

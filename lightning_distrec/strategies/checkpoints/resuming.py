@@ -59,10 +59,7 @@ class Resuming:
         return newest.path
 
     def keep_folders(self, path: Any, checkpoint: Mapping[str, Any]) -> None:
-        """Let each ModelCheckpoint without a dirpath go on in the folder that it had before the restart.
-
-        Lightning has given it a new one (lightning_logs/version_1), and would forget the checkpoints in the old one.
-        """
+        """Let ModelCheckpoints without a dirpath go on in their folder of before the restart; Lightning makes new."""
         if self._resumed is None or str(path) != self._resumed.path:
             return
         for callback in self._without_dirpath:

@@ -1,8 +1,4 @@
-"""The optimizer state of sharded tables as checkpoints hold it: in the shape of the full table, whoever keeps it.
-
-A state lies along its table by element, by row, or as one column; FBGEMM keeps it for tables that are updated inside of
-backward, and torch's optimizers, by shard, for the others.
-"""
+"""The optimizer state of sharded tables as checkpoints hold it: along the full table, by element, row or column."""
 
 from __future__ import annotations
 
