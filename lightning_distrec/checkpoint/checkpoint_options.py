@@ -36,9 +36,8 @@ class CheckpointOptions:
     """How to write checkpoints, and how to load those of a module that has changed since."""
 
     distributed: bool | None = None
-    """True: write a folder, to which each rank writes its own shards. False: gather full tensors on rank 0, which
-    writes one file as Lightning does. None: a folder where tensors are sharded and take 2 GiB or more; otherwise
-    one file."""
+    """True: write a folder, to which each rank writes its own shards. False: let rank 0 gather and write one file, as
+    Lightning does. None: a folder where tensors are sharded and take 2 GiB or more; otherwise one file."""
 
     async_save: bool = False
     """Train on while a copy of the tables on the host is written; at most one checkpoint at a time."""
@@ -65,16 +64,14 @@ class CheckpointOptions:
             try:
                 object.__setattr__(self, "incremental", IncrementalOptions(**self.incremental))
             except TypeError as error:
+                problem = f"checkpoint: incremental={self.incremental!r}: {error}"
                 raise ConfigError(
-                    f"checkpoint: incremental={self.incremental!r}: {error}. Give it every and full_every, both in "
-                    "steps: {'every': 200, 'full_every': 2000}."
+                    f"{problem}. Set every and full_every, in steps: {{'every': 200, 'full_every': 2000}}."
                 ) from None
         if self.incremental is not None and self.distributed is False:
             raise ConfigError("checkpoint: incremental writes folders. Leave distributed=False out.")
         if not isinstance(self.rename, dict):
-            raise ConfigError(
-                f"checkpoint: rename={self.rename!r} must map names in the checkpoint to names in the module."
-            )
+            raise ConfigError(f"checkpoint: rename={self.rename!r} must map names of the checkpoint to the module's.")
 
     def renamed(self, name: str) -> str:
         """Return the name in the module of what is called `name` in the checkpoint."""

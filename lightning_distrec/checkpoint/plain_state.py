@@ -94,13 +94,13 @@ def extract_tensors(
 
     def taken(item: Any, path: str) -> Any:
         chunked = as_chunked(item)
+        is_sharded = chunked is not None
         if chunked is None and path in on_all and _is_large(item):
             # Ranks find the same tensors in the same order, so that `turn` is the same on all of them.
-            tensors[path] = split_replicated(item, rank, num_ranks, turn=len(tensors))
-            return {STORED: path, "shape": tuple(item.shape), "dtype": item.dtype, CHUNKED: False}
+            chunked = split_replicated(item, rank, num_ranks, turn=len(tensors))
         if chunked is not None:
             tensors[path] = chunked
-            return {STORED: path, "shape": tuple(chunked.shape), "dtype": chunked.dtype, CHUNKED: True}
+            return {STORED: path, "shape": tuple(chunked.shape), "dtype": chunked.dtype, CHUNKED: is_sharded}
         if isinstance(item, nn.Parameter):
             return item.detach()
         if isinstance(item, numpy.generic) or (isinstance(item, PurePath) and not pickles):
@@ -148,8 +148,7 @@ def _saved(value: Any, pickles: bool = False) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     if not pickles:
-        # Loaded at once, for a checkpoint that cannot be read must fail while the run is alive. On meta nothing is
-        # copied.
+        # A checkpoint that cannot be read must fail while the run is alive. On meta nothing is copied.
         buffer.seek(0)
         torch.load(buffer, weights_only=True, map_location="meta")
     return buffer.getvalue()
