@@ -261,17 +261,10 @@ def sharded_tables_of(root: nn.Module) -> ShardedTables | None:
 
 
 def refuse_foreign_shards(root: nn.Module) -> None:
-    """Raise ShardingError where tables in `root` were sharded by TorchRec, or in another module of ours."""
+    """Raise ShardingError where `root` holds tables that were sharded in another module, whose plan is not known."""
     tables = sharded_tables_of(root)
     proxies = set(tables.proxies.values()) if tables is not None else set()
     for path, module in root.named_modules():
-        # Ours are not in the module tree, so that this one was sharded by the user.
-        if isinstance(module, ShardedModule):
-            raise ShardingError(
-                f"'{path}' is already sharded by TorchRec: by DistributedModelParallel, shard or shard_modules. Keep "
-                "the unsharded module, the strategy shards it. A plan of your own: planning={'plan_file': plan}, with "
-                "TorchRec's ShardingPlan."
-            )
         if isinstance(module, ShardedProxy) and module not in proxies:
             raise ShardingError(
                 f"'{path}' was sharded as a part of another LightningModule. Train or evaluate it inside of that one, "

@@ -11,7 +11,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -191,9 +191,11 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         """Begin `setup`: from now on signals are recorded, and what is put into `run.undo` is undone by teardown.
 
         Raises ConfigError: a CheckpointIO plugin would be ignored, or a callback is one of pytorch_lightning's.
+        ShardingError: TorchRec has sharded the module already.
         """
         session, module = self.session, trainer.lightning_module
         refuse_other_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
+        _refuse_shards_of_torchrec(module)
         refuse_checkpoint_io(self._checkpoint_options, self.checkpoint_io)
         job = self.resuming.job if self.resuming else JobFit(".", "")
         checkpoints = session.checkpoints
@@ -343,3 +345,16 @@ def _name_option(text: str, strategy: str) -> str:
         "the loss of the step before did not depend on some parameters of the module. If that is intended, set "
         f"{strategy}(find_unused_parameters=True).{f' {indices[0].strip()}.' if indices else ''}"
     )
+
+
+def _refuse_shards_of_torchrec(module: nn.Module) -> None:
+    for path, child in module.named_modules():
+        # By name: looking for the class would import torchrec in every run. Ours are not in the module tree.
+        if any(
+            kind.__name__ == "ShardedModule" and kind.__module__.startswith("torchrec.") for kind in type(child).__mro__
+        ):
+            raise ShardingError(
+                f"'{path}' is already sharded by TorchRec: by DistributedModelParallel, shard or shard_modules. Keep "
+                "the unsharded module, which strategy='torchrec_sharded' shards. A plan of your own: "
+                "planning={'plan_file': plan}, with TorchRec's ShardingPlan."
+            )

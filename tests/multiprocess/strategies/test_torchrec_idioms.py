@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,10 +17,11 @@ from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipeline
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSemiSync
 from torchrec.distributed.types import ShardingPlan, ShardingType
 
+from lightning_distrec import TunedDDPStrategy
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from tests.support.click_model import ClickModel, largest_difference, rank_loader, seeded, train_unsharded
 from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
-from tests.support.trainers import make_trainer
+from tests.support.trainers import DEFAULTS, make_trainer
 
 SGD = (torch.optim.SGD, {"lr": 0.1})
 STEPS = 3
@@ -72,11 +74,16 @@ def _module_plan() -> Any:
     )
 
 
-REFUSED: dict[str, tuple[type, dict[str, Any], str]] = {
+REFUSED: dict[str, tuple[type, Any, str]] = {
     **{
         way: (type(way, (Sharded,), {"way": way}), {}, "ShardingError: 'ebc.*' is already sharded by TorchRec")
         for way in ("DistributedModelParallel", "shard", "shard_modules")
     },
+    "under ddp_tuned": (
+        type("Sharded", (Sharded,), {"way": "DistributedModelParallel"}),
+        TunedDDPStrategy,
+        "ShardingError: 'ebc.*' is already sharded by TorchRec",
+    ),
     **{
         kind.__name__: (
             type(kind.__name__, (Piped,), {"kind": kind}),
@@ -101,8 +108,11 @@ REFUSED: dict[str, tuple[type, dict[str, Any], str]] = {
 def _refused(name: str) -> str:
     kind, strategy, _ = REFUSED[name]
     model = seeded(kind, *SGD)
+    by_ddp = pl.Trainer(strategy=TunedDDPStrategy(), devices=rank_and_num_ranks()[1], **DEFAULTS)
     try:
-        make_trainer(strategy).fit(model, rank_loader(STEPS, rank_and_num_ranks()[0]))
+        (by_ddp if strategy is TunedDDPStrategy else make_trainer(strategy)).fit(
+            model, rank_loader(STEPS, rank_and_num_ranks()[0])
+        )
     except Exception as error:
         assert not model.losses, "a step was taken before the error"
         return f"{type(error).__name__}: {error}"
