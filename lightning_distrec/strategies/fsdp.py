@@ -1,52 +1,29 @@
 """`Trainer(strategy="fsdp_tuned")`: the parameters of an unchanged module, sharded over the ranks by torch's FSDP2."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_distrec import spans
 from lightning_distrec._compat.lightning import set_device_and_mesh, wrapped_optimizers
 from lightning_distrec.strategies.activations.layers import ActivationCheckpointing
-from lightning_distrec.strategies.data_parallel.replicated_layers import ReplicatedLayers
 from lightning_distrec.strategies.estimates.dense_options import activation_budget
 from lightning_distrec.strategies.fully_sharded.copies import unshard_module
 from lightning_distrec.strategies.fully_sharded.fsdp_options import Dtype, FSDPOptions, make_mesh
 from lightning_distrec.strategies.fully_sharded.fully_sharded_module import FullyShardedModule
 from lightning_distrec.strategies.fully_sharded.shard_blocks import shard_module
-from lightning_distrec.strategies.fully_sharded.shards import (
-    drop_unfinished_step,
-    full_value,
-    refuse_optimizers,
-    reshard,
-)
+from lightning_distrec.strategies.fully_sharded.shards import drop_unfinished_step, refuse_optimizers
 from lightning_distrec.strategies.run.lightning_callbacks import adapt_callbacks
-from lightning_distrec.strategies.run.precision import (
-    clip_over_all_ranks,
-    skip_overflows_on_all_ranks,
-)
+from lightning_distrec.strategies.run.precision import clip_over_all_ranks, skip_overflows_on_all_ranks
 from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
 from lightning_distrec.strategies.stages.absent_tensors import refuse_absent
 
 
-@dataclass(kw_only=True)
-class FSDPRun(Run):
-    """What fsdp_tuned has during one run."""
-
-    sharded: FullyShardedModule | ReplicatedLayers = field(default_factory=ReplicatedLayers)
-    """The module; replicated until setup has sharded it."""
-
-
-class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
+class TunedFSDPStrategy(DistRecStrategy[Run]):
     """Trains an unchanged LightningModule with parameters, gradients and optimizer state sharded over the ranks.
 
     Each rank keeps a shard of every parameter, and gathers a block's parameters while it computes with them: memory per
@@ -115,7 +92,7 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        run = self.begin_run(trainer, FSDPRun)
+        run = self.begin_run(trainer, Run)
         refuse_absent(run.module, self.strategy_name)
         module, consensus = run.module, run.session.consensus
         trainer.accelerator.setup(trainer)
@@ -127,7 +104,7 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
         self.precision_plugin.convert_module(module)
         options, mesh, precision = self._fsdp_options, self.device_mesh, str(trainer.precision)
         shard_module(module, options, mesh, self.root_device, precision, consensus)
-        run.sharded = sharded = FullyShardedModule(module, options, consensus)
+        run.dense = sharded = FullyShardedModule(module, options, consensus)
         run.undo.callback(sharded.teardown)
         self.model = module
         if run.is_fitting:
@@ -145,47 +122,10 @@ class TunedFSDPStrategy(DistRecStrategy[FSDPRun]):
         run.session.checkpoints.begin(tables=None)
 
     @override
-    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        run = self.before_training_step()
-        with spans.span(spans.FORWARD), run.sharded.step():
-            return super().training_step(*args, **kwargs)
-
-    @contextmanager
-    @override
-    def evaluation_step(self, *args: Any) -> Iterator[None]:
-        with super().evaluation_step(), self.run.sharded.step():
-            yield
-
-    @contextmanager
-    @override
-    def block_backward_sync(self) -> Iterator[None]:
-        with self.run.sharded.no_sync():
-            yield
-
-    @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        with self.run.sharded.backward():
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-
-    @override
-    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        with self.run.sharded.optimizer_step(optimizer):
-            return super().optimizer_step(optimizer, *args, **kwargs)
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return super().reduce(full_value(tensor), group, *args, **kwargs)
-
-    @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         # On the host, by the control group: upstream's all-reduce would wait for a GPU's queue.
         decisions = self.session.consensus.all_gather(bool(decision))
         return False not in decisions if all else True in decisions
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        reshard(self.module)
-        return super().lightning_module_state_dict()
 
     @override
     def put_weights_back(self, full: dict[str, Tensor]) -> None:

@@ -29,7 +29,7 @@ from lightning_distrec.sharding.tables import tables_on_meta
 from lightning_distrec.sharding.torchrec_objects import as_comms, refuse_keywords
 from lightning_distrec.strategies.data_parallel.loss_weight import LossReduction
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions, make_mesh
-from lightning_distrec.strategies.fully_sharded.shards import drop_unfinished_step, full_value, refuse_sharded, reshard
+from lightning_distrec.strategies.fully_sharded.shards import drop_unfinished_step, refuse_sharded
 from lightning_distrec.strategies.stages.absent_tensors import refuse_absent
 from lightning_distrec.strategies.tables.full_tables import FullTables
 from lightning_distrec.strategies.tables.set_up_inputs import TableSettings
@@ -224,7 +224,6 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         run.tables.begin_step()
         with (
             run.evaluation_step(),
-            run.dense.step(),
             run.prefetching.step(args[0], has_backward=False),
             run.tables.user_step,
         ):
@@ -233,7 +232,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        with super().block_backward_sync(), self.run.dense.no_sync(), self.run.tables.no_sync():
+        with super().block_backward_sync(), self.run.tables.no_sync():
             yield
 
     @override
@@ -242,8 +241,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         factor = run.tables.loss_factor()
         # The multiplication is skipped where all ranks count alike: a factor of 1 would still add a node to autograd.
         loss = closure_loss if factor == 1.0 else closure_loss * factor
-        with run.dense.backward():
-            loss = super().backward(loss, optimizer, *args, **kwargs)
+        loss = super().backward(loss, optimizer, *args, **kwargs)
         run.tables.after_backward()
         return loss
 
@@ -256,18 +254,8 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        with self.run.dense.optimizer_step(optimizer), plain_shards:
+        with plain_shards:
             return super().optimizer_step(optimizer, *args, **kwargs)
-
-    @override
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().reduce(full_value(tensor), *args, **kwargs)
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        # Under dense='fsdp' an evaluation may have left parameters gathered, whose values are not the shards'.
-        reshard(self.module)
-        return super().lightning_module_state_dict()
 
     @override
     def put_weights_back(self, full: dict[str, Tensor]) -> None:

@@ -89,8 +89,6 @@ class TorchRecRun(Run):
 
     tables: RunTables | NoTables = field(default_factory=NoTables)
     """The sharded tables, and what updates them."""
-    dense: FullyShardedModule | ReplicatedLayers = field(default_factory=ReplicatedLayers)
-    """The layers without tables."""
     prefetching: Prefetching | NoPrefetching = field(default_factory=NoPrefetching)
     """Exchanges the next batches' ids while this one computes."""
 

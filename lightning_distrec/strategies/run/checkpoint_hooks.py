@@ -7,7 +7,6 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -17,6 +16,7 @@ from lightning_distrec.host_memory import free_host_bytes
 from lightning_distrec.ranks import Ranks
 from lightning_distrec.strategies.checkpoints.checkpoint_io import is_elsewhere
 from lightning_distrec.strategies.checkpoints.positions import update_in_resumed_epoch
+from lightning_distrec.strategies.fully_sharded.shards import full_value, reshard
 from lightning_distrec.strategies.run.forked_ranks import refuse_half_checkpoint
 from lightning_distrec.strategies.run.process_runs import PROCESS
 from lightning_distrec.strategies.run.run import Session
@@ -83,6 +83,8 @@ class CheckpointHooks(DDPStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Collective. Return the module's state as checkpoints hold it: tables in shards; see `full_state_dict`."""
+        # An evaluation may have left parameters gathered, whose values are not the shards'.
+        reshard(self.module)
         if self._session is None:
             return super().lightning_module_state_dict()
         checkpoints = self.session.checkpoints
@@ -120,7 +122,7 @@ class CheckpointHooks(DDPStrategy):
 
     def gather_parameter(self, name: str, parameter: Tensor) -> Tensor:
         """Collective. Return a parameter in full."""
-        return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        return full_value(parameter)  # type: ignore[no-any-return]
 
     def unshard(self, rank_0_only: bool = False) -> LightningModule | None:
         """Collective, after a run. Turn the module back into an ordinary one with full weights, on the host; return it.

@@ -12,7 +12,12 @@ from lightning_distrec._compat.lightning import mark_stop
 from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
 from lightning_distrec.cluster.consensus import Consensus, job_consensus
 from lightning_distrec.strategies.checkpoints.checkpointing import Checkpointing
-from lightning_distrec.strategies.data_parallel.replicated_layers import BroadcastSkipper, NoBroadcasts
+from lightning_distrec.strategies.data_parallel.replicated_layers import (
+    BroadcastSkipper,
+    NoBroadcasts,
+    ReplicatedLayers,
+)
+from lightning_distrec.strategies.fully_sharded.fully_sharded_module import FullyShardedModule
 from lightning_distrec.strategies.run.stopping import StopHandler
 
 
@@ -51,6 +56,8 @@ class Run:
     module: LightningModule
     session: Session
     stopping: StopHandler
+    dense: FullyShardedModule | ReplicatedLayers = field(default_factory=ReplicatedLayers)
+    """The layers without tables; replicated until setup has sharded them."""
     buffers: BroadcastSkipper | NoBroadcasts = field(default_factory=NoBroadcasts)
     """Decides before each training step whether rank 0's buffers are broadcast."""
     frozen: list[nn.Parameter] = field(default_factory=list)
@@ -67,8 +74,9 @@ class Run:
     @contextmanager
     def evaluation_step(self) -> Iterator[None]:
         """Around a step of validation, test or prediction. Collective: the ranks may agree to stop after it."""
+        with self.dense.step():
+            yield
         # After the step and not before it: all ranks make the exchange, whether they have a request or not.
-        yield
         if self.stopping.ends_evaluation():
             mark_stop(self.trainer)
 

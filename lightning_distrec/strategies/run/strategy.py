@@ -2,7 +2,8 @@
 
 import os
 import re
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Generic, Literal, TypeVar, get_args
 
 import torch
@@ -32,6 +33,7 @@ from lightning_distrec.prefetch.even_batches import UnevenInputs, even
 from lightning_distrec.strategies.checkpoints.checkpoint_io import refuse_checkpoint_io
 from lightning_distrec.strategies.checkpoints.job_fit import FIT_NUMBERS, JobFit, run_name
 from lightning_distrec.strategies.checkpoints.resuming import Resuming
+from lightning_distrec.strategies.fully_sharded.shards import full_value
 from lightning_distrec.strategies.run.checkpoint_hooks import CheckpointHooks
 from lightning_distrec.strategies.run.forked_ranks import fork_launcher, forks_ranks, has_no_script
 from lightning_distrec.strategies.run.launched_ranks import connect_ranks, wrap_launch
@@ -235,14 +237,30 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         return run
 
     @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        run = self.before_training_step()
+        with spans.span(spans.FORWARD), run.dense.step():
+            return super().training_step(*args, **kwargs)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        with super().block_backward_sync(), self.run.dense.no_sync():
+            yield
+
+    @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        with spans.span(spans.BACKWARD):
+        with self.run.dense.backward(), spans.span(spans.BACKWARD):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        with spans.span(spans.OPTIMIZER):
+        with self.run.dense.optimizer_step(optimizer), spans.span(spans.OPTIMIZER):
             return super().optimizer_step(optimizer, *args, **kwargs)
+
+    @override
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().reduce(full_value(tensor), *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

@@ -37,8 +37,9 @@ class AbsentTensor(Tensor):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in READS:
+            name = name.strip("_")
             raise UnsupportedError(
-                f"{name.strip('_')}() was called on a value that depends on weights of another stage. {WAY_OUT}"
+                f"{name}() was called on a value that depends on weights of another stage. {WAY_OUT}"
             )
         _refuse_write(name, args, kwargs)
         # Read through the property's getter, which is how torch passes the attribute to this function.
@@ -68,10 +69,7 @@ def _refuse_write(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     writes = name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))
     target = kwargs.get("out", args[0] if writes and args else None)
     if name.startswith("_foreach") or (isinstance(target, Tensor) and not isinstance(target, AbsentTensor)):
-        raise UnsupportedError(
-            f"{name or 'an operation'} would write values of another stage's weights into a tensor of this stage. "
-            f"{WAY_OUT}"
-        )
+        raise UnsupportedError(f"{name or 'it'} would write values of another stage's weights to this one's. {WAY_OUT}")
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

@@ -84,8 +84,7 @@ def split_chain(module: nn.Module, options: StageOptions, num_stages: int) -> St
     stage_by_name = {name: (num_stages - 1) * is_last for name, is_last in is_last_by_name.items()}
     for stage, (begin, end) in enumerate(pairwise((*begins, len(chain.blocks)))):
         for path, block in zip(chain.paths[begin:end], chain.blocks[begin:end], strict=True):
-            tensors = [*block.named_parameters(path), *block.named_buffers(path)]
-            stage_by_name.update((name, stage) for name, _ in tensors)
+            stage_by_name |= {name: stage for name, _ in (*block.named_parameters(path), *block.named_buffers(path))}
     return StageLayout(chain, begins, stage_by_name)
 
 
@@ -101,9 +100,8 @@ def find_chain(module: nn.Module, path: str) -> Chain:
             raise ConfigError(f"pipeline_parallel: the module has no chain of blocks. {HINT}")
         path = max(containers, key=lambda name: sum(p.numel() for p in containers[name].parameters()))
     if path not in containers:
-        raise ConfigError(
-            f"chain={path!r}: the module has no chain of blocks there{did_you_mean(path, containers)} {HINT}"
-        )
+        hint = did_you_mean(path, containers)
+        raise ConfigError(f"chain={path!r}: the module has no chain of blocks there{hint} {HINT}")
     blocks = list(containers[path])
     if len({id(block) for block in blocks}) < len(blocks):
         raise UnsupportedError(f"chain={path!r}: a block is in it twice, and would be on two stages. Make two blocks.")
@@ -117,8 +115,7 @@ def balance_stages(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
     """
     if len(costs) < num_stages:
         raise ConfigError(
-            f"pipeline_parallel: the chain has {len(costs)} blocks, which cannot be split into {num_stages} stages. "
-            "Use fewer ranks per pipeline, stages=..., or another chain=..."
+            f"the chain has {len(costs)} blocks, which cannot be split into {num_stages} stages. Set stages or chain."
         )
     # The larger the limit, the fewer stages it takes: bisection finds the smallest limit for which there are enough
     # stages. No limit below the costliest block can be met.
@@ -146,15 +143,12 @@ def _greedy_begins(costs: Sequence[int], limit: int) -> list[int]:
 def _named_begins(split: Sequence[str], chain: Chain, num_stages: int) -> tuple[int, ...]:
     for name in split:
         if name not in chain.paths[1:]:
-            raise ConfigError(
-                f"split: '{name}' is no block after the first of '{chain.path}'{did_you_mean(name, chain.paths)}"
-            )
+            hint = did_you_mean(name, chain.paths)
+            raise ConfigError(f"split: '{name}' is no block after the first of '{chain.path}'{hint}")
     begins = (0, *sorted({chain.paths.index(name) for name in split}))
     if len(begins) != num_stages:
-        raise ConfigError(
-            f"split names {len(begins) - 1} blocks, which makes {len(begins)} stages, and there are {num_stages}. Name "
-            f"{num_stages - 1} blocks, or set stages={len(begins)}."
-        )
+        num = len(begins)
+        raise ConfigError(f"split names {num - 1} blocks, which makes {num} stages, and there are {num_stages}.")
     return begins
 
 
@@ -171,9 +165,8 @@ def _outer_parameters(module: nn.Module, chain: Chain, options: StageOptions) ->
         for path in paths:
             names = [name for name in outer if _is_below(name, path)]
             if not names:
-                raise ConfigError(
-                    f"{option}: no parameter outside of '{chain.path}' is at '{path}'{did_you_mean(path, outer)}"
-                )
+                hint = did_you_mean(path, outer)
+                raise ConfigError(f"{option}: no parameter outside of '{chain.path}' is at '{path}'{hint}")
             outer.update(dict.fromkeys(names, option == "last_stage"))
     return outer
 
@@ -191,8 +184,7 @@ def _refuse_layers(module: nn.Module) -> None:
         if keeps_statistics or isinstance(submodule, BATCH_NORMS):
             raise UnsupportedError(
                 f"'{path}' ({type(submodule).__name__}) uses the statistics of batches, and a stage sees "
-                "micro-batches: the numbers would not be those of one process. Use GroupNorm or LayerNorm, or "
-                "strategy='ddp_tuned'."
+                "micro-batches. Use GroupNorm or LayerNorm, or strategy='ddp_tuned'."
             )
 
 
@@ -217,14 +209,10 @@ def refuse_run(trainer: Trainer, module: LightningModule) -> None:
     """Raise UnsupportedError: the module, or a setting of the Trainer, cannot be exact in stages."""
     if not module.automatic_optimization:
         raise UnsupportedError(
-            "automatic_optimization=False: stages run backward in the order of their schedule, within training_step. "
-            "Return the loss from training_step, or use strategy='fsdp_tuned'."
+            "automatic_optimization=False: stages run backward in the order of their schedule. Use 'fsdp_tuned'."
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        raise UnsupportedError(
-            "training_step(dataloader_iter): a rank runs it more than once for a batch, and would draw others. Take a "
-            "batch: training_step(self, batch, batch_idx)."
-        )
+        raise UnsupportedError("training_step(dataloader_iter): a rank runs it more than once. Take a batch.")
     if str(trainer.precision) not in PRECISIONS:
         raise UnsupportedError(
             f"Trainer(precision={trainer.precision!r}): pipeline_parallel supports {', '.join(map(repr, PRECISIONS))}. "
@@ -232,10 +220,8 @@ def refuse_run(trainer: Trainer, module: LightningModule) -> None:
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
-            raise UnsupportedError(
-                f"{type(callback).__name__} averages all weights on every rank, and a rank has those of its stage. "
-                "Remove it, or use strategy='fsdp_tuned'."
-            )
+            kind = type(callback).__name__
+            raise UnsupportedError(f"{kind} averages all weights on every rank. Use strategy='fsdp_tuned'.")
     if sparse := list(sparse_weights(module).values()):
         raise UnsupportedError(
             f"'{sparse[0]}' has sparse gradients, which micro-batches do not add up. Set sparse=False for it, or use "

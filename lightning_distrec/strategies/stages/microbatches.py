@@ -41,14 +41,13 @@ def split_batch(batch: Any, num: int) -> list[Any]:
         if not tensor.dim() or len(tensor) != batch_size:
             raise UnsupportedError(
                 f"a batch has a tensor of shape {tuple(tensor.shape)} next to {batch_size} examples, which cannot be "
-                "divided into micro-batches. Let collate_fn stack examples along the first dim, or use "
-                "schedule='gpipe', whose training_step gets whole batches."
+                "divided into micro-batches. Stack examples along the first dim, or use schedule='gpipe'."
             )
 
     def part(index: int) -> Any:
         return apply_to_collection(batch, Tensor, lambda tensor: tensor.chunk(num)[index], allow_frozen=True)
 
-    return [part(index) for index in range(num)]
+    return list(map(part, range(num)))
 
 
 class BlockArguments:

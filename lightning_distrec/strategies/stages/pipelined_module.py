@@ -164,8 +164,8 @@ class PipelinedModule:
             result = leave_chain(self._chain, call, output)
         if is_absent(result) or is_absent([log_call["value"] for log_call in log_calls]):
             raise UnsupportedError(
-                "what a step returns or logs depends on weights that another stage has, and this one has no values of: "
-                f"those of '{self._chain.path}', or of what is registered before it. {WAY_OUT}"
+                f"what a step returns or logs depends on weights that another stage has, before it or in "
+                f"'{self._chain.path}'. {WAY_OUT}"
             )
         outcome.result = result
         outcome.log_calls.append(log_calls)
@@ -195,9 +195,7 @@ class PipelinedModule:
             if not torch.allclose(mean.double().cpu(), value.detach().double().cpu(), rtol=TOLERANCE, atol=TOLERANCE):
                 return (
                     f"{description} of the first batch is {_format_value(value)}, and the mean over its micro-batches "
-                    f"is {_format_value(mean)}: it is not a mean over examples, as "
-                    f"schedule={self._options.schedule!r} needs it. Use schedule='gpipe', which computes it of the "
-                    "whole batch."
+                    f"{_format_value(mean)}: it is no mean over examples. Use schedule='gpipe'."
                 )
         return ""
 
@@ -289,9 +287,8 @@ class PipelinedModule:
         messages: list[dict[str, Any]] = self._ranks.messages.all_gather(message)
         if any(remote["seed"] != message["seed"] for remote in messages):
             raise UnsupportedError(
-                "torch's random generator has different states on the ranks of a pipeline, so that they would draw "
-                "other numbers in a step. Between steps (in callbacks, in hooks), draw on all ranks alike, or from a "
-                "generator of your own."
+                "torch's random generator has different states on the ranks of a pipeline. Between steps (in "
+                "callbacks and hooks), draw on all ranks alike, or from a generator of your own."
             )
         return messages[-1]
 

@@ -39,8 +39,8 @@ def split_module(
         earlier_options, layout = _split_as[module]
         if earlier_options != options:
             raise ConfigError(
-                f"an earlier run has split this module as {earlier_options}; now it is {options}, and a module stays "
-                "split as it is. Give the strategy the same options, or call trainer.strategy.unshard() after that run."
+                f"an earlier run has split this module as {earlier_options}; now it is {options}. Give the strategy "
+                "the same options, or call trainer.strategy.unshard() after that run."
             )
     else:
         layout = consensus.all_or_none("setup", lambda: split_chain(module, options, ranks.num_stages))

@@ -27,12 +27,9 @@ METRIC = "metric of the module"
 class StepDraws:
     """Seeds what a step draws, and leaves the rank's own generators as they were.
 
-    Every rank runs the user's step up to the chain, and the last one runs it to its end. They must draw the same there:
-    one mixes inputs, another one labels, for example. And samplers, which draw between steps, must not differ because
-    one stage has more dropout than another.
-
-    A step's seed is made of its number and of torch's generator, whose state checkpoints hold: a run that resumes draws
-    what one that never stopped does.
+    Every rank runs the user's step up to the chain, and the last one runs it to its end: they must draw the same there.
+    Samplers, which draw between steps, must not differ because one stage has more dropout than another. A step's seed
+    is made of its number and of torch's generator, whose state checkpoints hold, so that a resumed run draws the same.
     """
 
     def __init__(self, messages: Consensus) -> None:
@@ -129,8 +126,7 @@ class LoggedValues:
         """
         if len({tuple(call["name"] for call in calls) for calls in per_part_calls}) > 1:
             raise UnsupportedError(
-                "training_step logs different names in different micro-batches. Log the same ones in each, or use "
-                "schedule='gpipe', whose training_step gets whole batches."
+                "training_step logs different names in different micro-batches. Log the same, or use schedule='gpipe'."
             )
         return [self._mean_call(calls) for calls in zip(*per_part_calls, strict=True)]
 
@@ -140,16 +136,15 @@ class LoggedValues:
         plain = {key: argument for key, argument in first.items() if key != "value"}
         for key, argument in plain.items():
             if argument is not None and not isinstance(argument, (bool, int, float, str)):
-                raise UnsupportedError(
-                    f"self.log({first['name']!r}, {key}={argument!r}): the last stage logs, and the others are sent "
-                    f"plain values. Leave {key} out, or give it as a string."
-                )
+                call = f"self.log({first['name']!r}, {key}={argument!r})"
+                raise UnsupportedError(f"{call}: the stages are sent plain values. Leave {key} out, or give a string.")
         # A Metric cannot be sent. Every rank has its own at the same path, and Lightning computes it over all ranks.
         if isinstance(value, Metric):
             path = next((path for path, submodule in self._module.named_modules() if submodule is value), None)
             if path is None:
+                name = first["name"]
                 raise UnsupportedError(
-                    f"self.log({first['name']!r}) of a Metric that is not in the module. Set it as an attribute."
+                    f"self.log({name!r}) of a Metric that is not in the module. Make it an attribute."
                 )
             return {**plain, METRIC: path}
         # In float64: sums of integers and of 16-bit values would lose digits.

@@ -55,10 +55,7 @@ def leave_chain(chain: Chain, step: Callable[[], Any], output: Tensor) -> Any:
 
 
 def _incomplete(chain: Chain) -> UnsupportedError:
-    return UnsupportedError(
-        f"a step did not call every block of '{chain.path}'. Let every step call them in order, or name the "
-        "chain that it calls: chain='...'."
-    )
+    return UnsupportedError(f"a step did not call every block of '{chain.path}'. Name the chain that it calls.")
 
 
 def _check_input(chain: Chain, value: Any, has_first_stage: bool) -> None:
@@ -67,10 +64,7 @@ def _check_input(chain: Chain, value: Any, has_first_stage: bool) -> None:
             f"'{chain.paths[0]}' is called with a {type(value).__name__}. Stages send tensors: pass it one."
         )
     if has_first_stage and is_absent(value):
-        raise UnsupportedError(
-            f"the input of '{chain.path}' depends on weights that the last stage has, because they are registered "
-            f"after the chain. {WAY_OUT}"
-        )
+        raise UnsupportedError(f"the input of '{chain.path}' depends on weights that the last stage has. {WAY_OUT}")
 
 
 class _BlockCalls:
@@ -97,8 +91,8 @@ class _BlockCalls:
         path = self._chain.paths[number]
         if number != len(self.entry.arguments):
             raise UnsupportedError(
-                f"a step calls '{path}' where block {len(self.entry.arguments)} of '{self._chain.path}' is next. "
-                "Stages compute the chain once per step and in order: call it once, or name another chain='...'."
+                f"a step calls '{path}' where block {len(self.entry.arguments)} of '{self._chain.path}' is next. Call "
+                "the chain once per step and in order, or name another one."
             )
         if not args and number == 0:
             raise UnsupportedError(f"'{path}' is called without a positional argument. Pass it its input first.")
@@ -107,8 +101,7 @@ class _BlockCalls:
             raise UnsupportedError(_between(self._chain, number))
         if is_absent(args[1:]) or is_absent(kwargs):
             raise UnsupportedError(
-                f"'{path}' takes a second argument that depends on weights outside of the chain, which the first "
-                "stage has alone. Compute it inside of the blocks."
+                f"'{path}' takes a second argument that depends on weights outside of the chain. Compute it inside."
             )
         if number == 0:
             self.entry.value = args[0]
