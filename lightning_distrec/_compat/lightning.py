@@ -7,12 +7,18 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.loops import fetchers
+from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
+from lightning.pytorch.loops import evaluation_loop, fetchers, fit_loop, prediction_loop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer import call
-from torch import nn
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import Optimizer
 
 from lightning_distrec._compat.patches import Patches
@@ -24,8 +30,6 @@ DataFetcher = fetchers._DataFetcher
 def init_optimizers_and_schedulers(module: Any) -> tuple[list[Optimizer], list[Any]]:
     """Call the module's configure_optimizers and return its unwrapped optimizers and its scheduler configs."""
     # Source: lightning/pytorch/core/optimizer.py; Strategy.setup_optimizers calls the same function.
-    from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
-
     optimizers, schedulers = _init_optimizers_and_lr_schedulers(module)
     return [o.optimizer if isinstance(o, LightningOptimizer) else o for o in optimizers], schedulers
 
@@ -35,31 +39,17 @@ def skip_order_check(optimizer: Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-def move_optimizers_to_device(optimizers: list[Optimizer], device: torch.device) -> None:
-    """Move the optimizers' state to `device`. Source: lightning/fabric/utilities/optimizer.py."""
-    from lightning.fabric.utilities.optimizer import _optimizers_to_device
+move_optimizers_to_device = _optimizers_to_device
+"""Moves the optimizers' state to a device."""
 
-    _optimizers_to_device(optimizers, device)
+AVERAGE = "_average_model"
+"""The attribute in which WeightAveraging and StochasticWeightAveraging hold their averaged copy; None before setup.
 
+They call its `to`, `parameters` and `state_dict`.
+"""
 
-def average_model(callback: Any) -> nn.Module | None:
-    """Return the averaged copy that WeightAveraging or StochasticWeightAveraging holds; None before its setup."""
-    # Source: lightning/pytorch/callbacks/weight_averaging.py and stochastic_weight_avg.py.
-    model: nn.Module | None = callback._average_model
-    return model
-
-
-def set_average_model(callback: Any, model: nn.Module) -> None:
-    """Replace the averaged copy of the callback, which calls its `to`, `parameters` and `state_dict`."""
-    callback._average_model = model
-
-
-def unscales_in_step(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer unscales gradients inside of `step`, as torch's fused ones do."""
-    # Source: lightning/fabric/plugins/precision/amp.py.
-    from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
-
-    return bool(_optimizer_handles_unscaling(optimizer))
+unscales_in_step = _optimizer_handles_unscaling
+"""Returns whether an optimizer unscales gradients inside of `step`, as torch's fused ones do."""
 
 
 def call_after_closure(plugin: Any, call: Callable[[], None]) -> Patches:
@@ -79,8 +69,6 @@ def call_after_closure(plugin: Any, call: Callable[[], None]) -> Patches:
 def set_device_and_mesh(module: Any, device: torch.device, mesh: Any) -> None:
     """Set a LightningModule's `device` and `device_mesh`; its `to` would set the first, and move all tensors too."""
     # Source: lightning/fabric/utilities/device_dtype_mixin.py, lightning/pytorch/core/module.py.
-    from lightning.fabric.utilities.device_dtype_mixin import _update_properties
-
     _update_properties(module, device=device)
     module._device_mesh = mesh
 
@@ -94,8 +82,6 @@ def wrapped_optimizers(strategy: Any) -> list[Any]:
 def train_dataloaders(trainer: Any) -> Any:
     """Return the training dataloaders, requested once more as Lightning does; None where there are none."""
     # Source: lightning/pytorch/loops/fit_loop.py, setup_data.
-    from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
-
     source = trainer.fit_loop._data_source
     return _request_dataloader(source) if source.instance is not None and source.is_defined() else None
 
@@ -137,8 +123,6 @@ def replace_fetchers(trainer: Any, make: Callable[[Any], Any]) -> Patches:
     # modules, so it is replaced there; other trainers get upstream's choice.
     # Can go when a Trainer or a strategy can be given a fetcher.
     # Source: lightning/pytorch/loops/utilities.py.
-    from lightning.pytorch.loops import evaluation_loop, fit_loop, prediction_loop
-
     original = fit_loop.__dict__["_select_data_fetcher"]
 
     def select(running_trainer: Any, stage: Any) -> Any:
@@ -184,8 +168,6 @@ def override_environment_choice(is_ours: Callable[[Any], bool], choose: Callable
     # them raise in their constructor, so that a strategy cannot correct the choice later.
     # Can go when Lightning lets a strategy choose its environment.
     # Source: lightning/pytorch/trainer/connectors/accelerator_connector.py, `_choose_and_init_cluster_environment`.
-    from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
-
     original = _AcceleratorConnector._choose_and_init_cluster_environment
 
     def choose_for_ours(self: Any) -> Any:
@@ -216,8 +198,6 @@ def stop_between_steps(trainer: Any, record: Callable[[bool], None], leave: Call
     # Source: lightning/pytorch/loops/training_epoch_loop.py, `advance`, and
     # lightning/pytorch/trainer/connectors/signal_connector.py, whose `register_signal_handlers` runs after the
     # strategy's setup.
-    from lightning.pytorch.utilities.exceptions import SIGTERMException
-
     connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
     advance = loop.advance
 

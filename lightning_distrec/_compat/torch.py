@@ -10,8 +10,15 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.autograd import profiler
+from torch.autograd import _get_sequence_nr, profiler
+from torch.distributed import distributed_c10d
+from torch.distributed.utils import _sync_module_states
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad
+from torch.optim.optimizer import _foreach_supported_types
+from torch.utils._pytree import register_pytree_node
 
 from lightning_distrec._compat.patches import Patches
 
@@ -94,8 +101,6 @@ def watch_total_norm(check: Callable[[list[torch.Tensor]], None]) -> Patches:
     # function itself, so it is `_get_total_norm`, which it reads from its module's globals, that is replaced.
     # Can go when our parameters are DTensors throughout, whose norms torch takes over all ranks.
     # Source: torch/nn/utils/clip_grad.py.
-    from torch.nn.utils import clip_grad
-
     original = clip_grad._get_total_norm
 
     def watched(tensors: Any, *args: Any, **options: Any) -> torch.Tensor:
@@ -108,26 +113,19 @@ def watch_total_norm(check: Callable[[list[torch.Tensor]], None]) -> Patches:
     return patches
 
 
-def ignore_in_ddp(module: nn.Module, names: list[str]) -> None:
-    """Make a later DistributedDataParallel(module) neither broadcast nor reduce the tensors with these names."""
-    # Source: torch/nn/parallel/distributed.py; torchrec's DefaultDataParallelWrapper does the same.
-    from torch.nn.parallel import DistributedDataParallel
-
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+ignore_in_ddp: Callable[[nn.Module, list[str]], None]
+ignore_in_ddp = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+"""Makes a later DistributedDataParallel(module) neither broadcast nor reduce the tensors with these names."""
 
 
 def broadcast_module_states(module: nn.Module, ignore: list[str]) -> None:
     """Collective. Broadcast rank 0's parameters and buffers to all ranks, except those named in `ignore`."""
     # Source: torch/distributed/utils.py; DDPStrategy.setup calls it for evaluation, and would overwrite shards.
-    from torch.distributed.distributed_c10d import _get_default_group
-    from torch.distributed.utils import _sync_module_states
-
-    _sync_module_states(module, _get_default_group(), 250 * 2**20, 0, ignore)
+    _sync_module_states(module, distributed_c10d._get_default_group(), 250 * 2**20, 0, ignore)
 
 
-def is_view(tensor: torch.Tensor) -> bool:
-    """Return whether autograd knows a tensor as a view of another. Source: torch/_tensor.py."""
-    return bool(tensor._is_view())
+is_view = torch.Tensor._is_view
+"""Returns whether autograd knows a tensor as a view of another."""
 
 
 def apply_to_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -136,27 +134,20 @@ def apply_to_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch
     module._apply(function)
 
 
-def default_store() -> Any:
-    """Return the store of the default process group. Source: torch/distributed/distributed_c10d.py."""
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    return _get_default_store()
+default_store = distributed_c10d._get_default_store
+"""Returns the store of the default process group."""
 
 
 def abort_process_groups() -> None:
     """Give up the collectives of all NCCL groups, whose peers may be gone; the groups can be destroyed then."""
     # Source: torch/distributed/distributed_c10d.py; not for gloo. Can go when torch has a public name for it.
-    from torch.distributed.distributed_c10d import _abort_process_group
-
-    _abort_process_group()
+    distributed_c10d._abort_process_group()
 
 
 def collective_counts() -> list[int]:
     """Return how many collectives this process has started in each of its process groups, oldest group first."""
     # Source: torch/distributed/distributed_c10d.py; backends keep these counters to compare ranks by them.
-    from torch.distributed.distributed_c10d import _world
-
-    groups: list[Any] = list(_world.pg_map)
+    groups: list[Any] = list(distributed_c10d._world.pg_map)
     return [group._get_sequence_number_for_group() for group in groups]
 
 
@@ -209,12 +200,8 @@ def saved_tensors_are_hooked() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
-def next_backward_number() -> int:
-    """Return the sequence number of the next autograd node on this thread."""
-    from torch.autograd import _get_sequence_nr
-
-    return _get_sequence_nr()
-
+next_backward_number = _get_sequence_nr
+"""Returns the sequence number of the next autograd node on this thread."""
 
 FIRST_ORDERED = 2**60
 """Above all sequence numbers that autograd assigns, except those of leaves."""
@@ -233,14 +220,8 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
 _VERSION = attrgetter("_version")
 
 
-def register_container(
-    kind: type, flatten: Callable[[Any], tuple[list[Any], Any]], unflatten: Callable[[Iterable[Any], Any], Any]
-) -> None:
-    """Register a container type with torch's pytree, which looks containers up by their exact type."""
-    # Source: torch/utils/_pytree.py, which torchrec registers its own containers with.
-    from torch.utils._pytree import register_pytree_node
-
-    register_pytree_node(kind, flatten, unflatten)
+register_container: Callable[..., None] = register_pytree_node
+"""Registers a container type with torch's pytree, which looks containers up by their exact type, as torchrec does."""
 
 
 @contextmanager
@@ -258,10 +239,8 @@ def in_backward() -> bool:
     return current_backward() != -1
 
 
-def current_backward() -> int:
-    """Return a number of the backward that this thread is running, which no other has; -1: it runs none."""
-    # Source: torch/csrc/autograd/python_autograd.cpp; torch.autograd.graph uses it too.
-    return int(torch._C._current_graph_task_id())  # type: ignore[attr-defined]
+current_backward: Callable[[], int] = torch._C._current_graph_task_id  # type: ignore[attr-defined]
+"""Returns a number of the backward that this thread is running, which no other has; -1: it runs none."""
 
 
 def watch_collectives(names: tuple[str, ...], on_call: Callable[[str, dict[str, Any], str], None]) -> Patches:
@@ -272,8 +251,6 @@ def watch_collectives(names: tuple[str, ...], on_call: Callable[[str, dict[str, 
     time of the call, as torchrec and Lightning do; calls from torch's C++ (DistributedDataParallel) are not.
     """
     # torch has no hook for this short of its profiler, which costs more than a step; can go when it has one.
-    import torch.distributed as dist
-
     patches = Patches()
     for name in names:
         if hasattr(dist, name):
@@ -304,8 +281,6 @@ without_torch_function = torch._C.DisableTorchFunctionSubclass
 def use_foreach_for(kind: type[torch.Tensor]) -> None:
     """Let optimizers take their foreach form for parameters of this class too, as for Parameter itself."""
     # They compare exact types. Source: torch/optim/optimizer.py.
-    from torch.optim.optimizer import _foreach_supported_types
-
     if kind not in _foreach_supported_types:
         _foreach_supported_types.append(kind)
 
@@ -315,9 +290,8 @@ def norms_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return list(torch._foreach_norm(tensors, 2.0))
 
 
-def scale_all(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply tensors of one device and type by a number, in place and by few kernels. Source: as above."""
-    torch._foreach_mul_(tensors, factor)
+scale_all = torch._foreach_mul_
+"""Multiplies tensors of one device and type by a number, in place and by few kernels."""
 
 
 def has_comm_hook(ddp: Any) -> bool:

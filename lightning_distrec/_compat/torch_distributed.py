@@ -31,13 +31,8 @@ def drop_unreduced_gradient(fsdp_param: Any) -> None:
     fsdp_param._unsharded_param.grad = None
 
 
-def unsharded_version(fsdp_param: Any) -> int:
-    """Return the version counter of the unsharded parameter; all-gathers do not increment it, writes in place do."""
-    return int(fsdp_param._unsharded_param._version)
-
-
 def unsharded_parameter(fsdp_param: Any) -> Any:
-    """Return the unsharded parameter of an FSDPParam (see sharded_and_unsharded_parameters)."""
+    """Return the unsharded parameter of an FSDPParam, of which writes in place increment the version, not gathers."""
     return fsdp_param._unsharded_param
 
 

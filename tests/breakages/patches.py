@@ -694,7 +694,7 @@ BREAKAGES = (
     Breakage(
         "fsdp-written-weights",
         "lightning_distrec/strategies/fully_sharded",
-        r"if \w+\(\w+\) != versions\.get\(.*:",
+        r"if version != versions\.get\(.*:",
         "if False:",
         "A step that writes to a gathered weight loses what it wrote, without a word.",
         ("multiprocess/strategies/test_fsdp_traps.py",),

@@ -123,13 +123,10 @@ def test_ignore_in_ddp_and_broadcast_module_states_skip_the_named_tensors() -> N
     assert (first[2], second[2]) == (1.0, 2.0)
 
 
-def test_average_model_and_set_average_model_are_where_the_callbacks_keep_it() -> None:
-    model = nn.Linear(1, 1)
+def test_average_models_are_where_the_callbacks_keep_them() -> None:
     for callback in (WeightAveraging(), StochasticWeightAveraging(swa_lrs=0.1)):
-        assert "self._average_model = " in inspect.getsource(type(callback).setup)
-        assert _lightning.average_model(callback) is None
-        _lightning.set_average_model(callback, model)
-        assert _lightning.average_model(callback) is model
+        assert f"self.{_lightning.AVERAGE} = " in inspect.getsource(type(callback).setup)
+        assert getattr(callback, _lightning.AVERAGE) is None
 
 
 def test_unscales_in_step_knows_torchs_fused_optimizers() -> None:

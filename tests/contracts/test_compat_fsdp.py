@@ -68,9 +68,9 @@ def _on_a_rank() -> dict[str, Any]:
     (sharded, gathered), *_ = _fully_shard.sharded_and_unsharded_parameters(net.low)
     unsent = _fully_shard.unsharded_parameter(gathered).grad
     _fully_shard.drop_unreduced_gradient(gathered)
-    writes = _fully_shard.unsharded_version(gathered)
+    writes = _fully_shard.unsharded_parameter(gathered)._version
     net(torch.ones(2, 5))
-    gathering = _fully_shard.unsharded_version(gathered) - writes
+    gathering = _fully_shard.unsharded_parameter(gathered)._version - writes
     net.low.unshard()
     with torch.no_grad():
         _fully_shard.unsharded_parameter(gathered).add_(1)
@@ -78,7 +78,7 @@ def _on_a_rank() -> dict[str, Any]:
     return {
         "gathered": (sharded is net.low.weight, tuple(_fully_shard.unsharded_parameter(gathered).shape)),
         "unsent": (unsent is not None, _fully_shard.unsharded_parameter(gathered).grad is None),
-        "writes": (gathering, _fully_shard.unsharded_version(gathered) - writes),
+        "writes": (gathering, _fully_shard.unsharded_parameter(gathered)._version - writes),
         "offsets": _tensors.local_offsets(cut),
         "first replica": _tensors.is_first_replica(init_from_local_shards(local, [2], process_group=single[rank])),
         "local": cut.to_local(),

@@ -12,11 +12,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_distrec._compat.torch import version_of
 from lightning_distrec._compat.torch_distributed import (
     draw_dtensors_with,
     sharded_and_unsharded_parameters,
     unsharded_parameter,
-    unsharded_version,
 )
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import UnsupportedError
@@ -69,7 +69,7 @@ class FullyShardedModule:
         # the next one broadcasts buffers.
         self._broadcasts_buffers = torch.is_grad_enabled() and self._syncs_gradients
         pairs = [pair for module in self._fsdp_modules for pair in sharded_and_unsharded_parameters(module)]
-        versions = {id(unsharded): unsharded_version(unsharded) for _, unsharded in pairs}
+        versions = {id(unsharded): version_of(unsharded_parameter(unsharded)) for _, unsharded in pairs}
         modules_in_step.add(self._module)
         try:
             with explained_errors(self._module), self.activations.step():
@@ -80,10 +80,11 @@ class FullyShardedModule:
         if not torch.is_grad_enabled():
             self.reshard()
 
-    def _refuse_writes(self, versions: dict[int, int]) -> None:
+    def _refuse_writes(self, versions: dict[int, int | None]) -> None:
         for module in self._fsdp_modules:
             for sharded, unsharded in sharded_and_unsharded_parameters(module):
-                if unsharded_version(unsharded) != versions.get(id(unsharded), unsharded_version(unsharded)):
+                version = version_of(unsharded_parameter(unsharded))
+                if version != versions.get(id(unsharded), version):
                     names = {id(parameter): name for name, parameter in self._module.named_parameters()}
                     name = names.get(id(sharded)) or names.get(id(unsharded_parameter(unsharded)), "a weight")
                     raise UnsupportedError(

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_distrec._compat.lightning import average_model, set_average_model
+from lightning_distrec._compat.lightning import AVERAGE
 from lightning_distrec.sharding.shard_access import rewriting, write_back
 
 FullState = Callable[[], dict[str, Any]]
@@ -23,11 +23,11 @@ def adapt_callbacks(trainer: Trainer, module: LightningModule, full_state: FullS
         if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
             copies = WeightCopies(module, full_state)
             # Callback.setup has made it from the unsharded module.
-            average = average_model(callback)
+            average = getattr(callback, AVERAGE)
             if isinstance(average, AveragedModel):
                 average.module = copies
             else:
-                set_average_model(callback, copies)
+                setattr(callback, AVERAGE, copies)
 
 
 class WeightCopies(nn.Module):
