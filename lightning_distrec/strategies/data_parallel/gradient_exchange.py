@@ -82,15 +82,13 @@ def sparse_weights(module: nn.Module) -> dict[Tensor, str]:
 def refuse_gradients(module: nn.Module, comm_dtype: CommDtype, backend: str) -> None:
     """Raise ConfigError or UnsupportedError where gradients of this module cannot be exchanged so."""
     if comm_dtype != "fp32" and backend not in BACKENDS:
-        raise ConfigError(
-            f"comm_dtype={comm_dtype!r}: {backend} is not known to add up 16-bit numbers. Use 'fp32', or one of "
-            f"{', '.join(BACKENDS)}."
-        )
+        backends = ", ".join(BACKENDS)
+        raise ConfigError(f"comm_dtype={comm_dtype!r}: {backend} may not add up 16-bit numbers. Use {backends}.")
     sparse = list(sparse_weights(module).values())
     if sparse and comm_dtype != "fp32":
         raise ConfigError(
-            f"comm_dtype={comm_dtype!r}: '{sparse[0]}' has sparse gradients, which are sent as they are. Use "
-            "comm_dtype='fp32', or sparse=False for it."
+            f"comm_dtype={comm_dtype!r}: '{sparse[0]}' has sparse gradients, which are sent as they are. Use 'fp32', "
+            "or sparse=False for it."
         )
     if sparse and backend == "nccl":
         raise UnsupportedError(
@@ -103,14 +101,11 @@ def refuse_powersgd(module: nn.Module, precision: str) -> None:
     """Raise ConfigError: a gradient is sparse; overflows would stay."""
     if precision == "16-mixed":
         raise ConfigError(
-            "powersgd with Trainer(precision='16-mixed'): a step whose gradients overflow is skipped, but what the "
-            "compression has left over would not be finite from then on. Use 'bf16-mixed', or no powersgd."
+            "powersgd with Trainer(precision='16-mixed'): what the compression leaves over would not be finite after "
+            "gradients overflow. Use 'bf16-mixed', or no powersgd."
         )
     if sparse := list(sparse_weights(module).values()):
-        raise ConfigError(
-            f"powersgd: '{sparse[0]}' has sparse gradients, which are sent as they are. Set sparse=False for it, or no "
-            "powersgd."
-        )
+        raise ConfigError(f"powersgd: '{sparse[0]}' has sparse gradients. Set sparse=False for it, or no powersgd.")
 
 
 def sparse_hook(sparse_grads: SparseGrads) -> Hook:

@@ -57,9 +57,9 @@ class LossWeight:
         if smallest != largest and not self._has_notified and torch.is_grad_enabled():
             self._has_notified = True
             self._notify(
-                f"torchrec_sharded: ranks look up unequal numbers of ids ({smallest:,} to {largest:,}) in one step. "
-                "Lookups of nn.Embedding do not show how many examples these are. If ranks have batches of unequal "
-                "size, gradients are the mean of the ranks' means, as under DDP. This is reported once."
+                f"torchrec_sharded: ranks look up unequal numbers of ids ({smallest:,} to {largest:,}) in one step. If "
+                "batches are of unequal size, gradients are the mean of the ranks' means, as under DDP. This is "
+                "reported once: lookups of nn.Embedding do not show how many examples these are."
             )
 
     def factor(self) -> float:

@@ -54,7 +54,6 @@ class PowerSGD:
 
     torch keeps its state by bucket, and DDP's buckets change after the first backward, on resuming, and where layers
     unfreeze. So torch's hook gets buckets of the parameters in the module's order, once DDP has all gradients.
-    Nothing waits longer for that: torch's hook waits for the device, and over gloo one must wait for the hook.
     """
 
     def __init__(self, module: nn.Module, options: PowerSGDOptions, bucket_cap_mb: float) -> None:
@@ -132,6 +131,5 @@ class PowerSGD:
         if saved["error_dict"] and saved["error_dict"].keys() != self._state.error_dict.keys():
             rank_zero_warn(
                 "powersgd: the checkpoint was written by another number of ranks, or with other buckets, and what the "
-                "compression had left over on each of them is dropped: it is missing from the gradients of the first "
-                "steps."
+                "compression had left over on each of them is dropped."
             )

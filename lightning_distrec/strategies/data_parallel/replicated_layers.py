@@ -104,10 +104,7 @@ class BroadcastSkipper:
         if self._skips and self._flags.was_seen:
             self._skips = False
             self._broadcaster.broadcast_buffers = True
-            rank_zero_info(
-                f"A buffer has changed{self._written} after {TRIAL_STEPS} steps in which none did. From now on rank "
-                "0's buffers are broadcast before every forward, as under DDP."
-            )
+            rank_zero_info(f"A buffer has changed{self._written}: rank 0's are broadcast from now on, as under DDP.")
         elif not self._skips and not self._flags.was_seen and self._flags.num_unseen >= TRIAL_STEPS:
             self._skips = True
             self._broadcaster.broadcast_buffers = False
@@ -146,10 +143,8 @@ class BroadcastSkipper:
 
 
 class ReplicaCheck:
-    """Compares replicated weights between ranks after 1, 2, 4, 8 ... steps.
+    """Compares replicated weights between ranks after 1, 2, 4, 8 ... steps: what makes them differ goes unnoticed.
 
-    Averaged gradients and equal steps keep them equal. What breaks that would go unnoticed: user code that clips by a
-    norm over its own rank's gradients (torch.nn.utils.clip_grad_norm_), or an update that depends on the rank.
     replicated: returns the names and parameters that are replicated.
     """
 
@@ -172,12 +167,10 @@ class ReplicaCheck:
                 if abs(total - local_total) > TOLERANCE * size:
                     raise OptimizerError(
                         f"{self._unused_layers()}'{name}' is no longer the same on all ranks after {steps} steps: its "
-                        f"sum is {local_total:.7g} on rank {self._ranks.rank} and {total:.7g} on rank {rank}. Each "
-                        "rank has its own shards of the tables' gradients, so that a norm over them "
-                        "(torch.nn.utils.clip_grad_norm_) differs too: clip with gradient_clip_val or "
-                        "self.clip_gradients. Other causes: layers that the loss of a step does not use (set "
-                        "find_unused_parameters=True of the strategy), updates that depend on the rank, or "
-                        "loss.backward() in place of self.manual_backward."
+                        f"sum is {local_total:.7g} on rank {self._ranks.rank} and {total:.7g} on rank {rank}. Causes: a "
+                        "norm over this rank's shards (clip with gradient_clip_val or self.clip_gradients), layers that "
+                        "the loss of a step does not use (set find_unused_parameters=True of the strategy), updates "
+                        "that depend on the rank, or loss.backward() in place of self.manual_backward."
                     )
 
     def _unused_layers(self) -> str:

@@ -32,15 +32,10 @@ def choose_blocks(module: nn.Module, wrap: Wrap, min_num_parameters: int) -> lis
     blocks = named_layers(module, wrap, "wrap")
     for path, block in blocks.items():
         if not can_be_called(block):
-            raise ConfigError(
-                f"wrap: '{path}' is a {type(block).__name__}, which is never called itself. Name the class of its "
-                "submodules."
-            )
+            kind = type(block).__name__
+            raise ConfigError(f"wrap: '{path}' is a {kind}, which is never called itself. Name its submodules' class.")
         if not _shares_no_parameters(block, holders):
-            raise ConfigError(
-                f"wrap: '{path}' shares a weight with another submodule, so that it cannot be gathered and freed "
-                "alone. Leave it out, or name a submodule that contains both."
-            )
+            raise ConfigError(f"wrap: '{path}' shares a weight with another submodule. Name one that contains both.")
     return [block for _, block in sorted(blocks.items(), key=lambda item: -item[0].count("."))]
 
 
@@ -89,10 +84,8 @@ def log_replicated(replicated: dict[str, nn.Parameter]) -> None:
     large = {name: p for name, p in replicated.items() if p.numel() * p.itemsize >= LARGE_BYTES}
     if large:
         size = decimal(sum(p.numel() * p.itemsize for p in large.values()))
-        rank_zero_info(
-            f"fsdp_tuned: {', '.join(large)} ({size}) are in no block, and are replicated on every rank: in manual "
-            "optimization, backward would free them in the middle of a step. To shard them, name their modules in wrap."
-        )
+        # In manual optimization backward would free them in the middle of a step.
+        rank_zero_info(f"fsdp_tuned: {', '.join(large)} ({size}) are replicated: name their modules in wrap.")
 
 
 def refuse_lazy(module: nn.Module) -> None:
@@ -124,9 +117,7 @@ def refuse_mixed_dtypes(module: nn.Module, blocks: Sequence[nn.Module]) -> None:
     for path, parameters in [*groups, ("parameters outside of blocks", outside)]:
         names_by_dtype = {parameter.dtype: name for name, parameter in parameters if parameter.is_floating_point()}
         if len(names_by_dtype) > 1:
-            named = ", ".join(
-                f"'{name}' ({str(dtype).removeprefix('torch.')})" for dtype, name in names_by_dtype.items()
-            )
+            named = ", ".join(f"'{name}' ({dtype})" for dtype, name in names_by_dtype.items()).replace("torch.", "")
             raise UnsupportedError(
                 f"{path}: {named} are of several types, and FSDP2 gathers one type at a time. Name blocks with one "
                 "type each, wrap=[...], or convert the parameters."

@@ -34,27 +34,17 @@ class FSDPOptions:
     """How a module's parameters are sharded, gathered and freed."""
 
     wrap: Literal["auto"] | list[str] = "auto"
-    """Blocks, each gathered and freed as one. "auto": submodules of at least min_num_parameters that repeat (siblings
-    of one class and shapes) or are single layers; or a list of class names, and of paths in the module."""
-
+    """Blocks, each gathered and freed as one: "auto", or a list of class names, and of paths in the module."""
     min_num_parameters: int = 1_000_000
     """Minimum number of parameters of a block with wrap="auto"."""
-
     replicas: Replicas = 1
     """Number of copies of the parameters, each sharded over consecutive ranks (HSDP); "nodes": one on each node."""
-
     reshard_after_forward: ReshardAfterForward = "auto"
-    """Whether to free a block's parameters after forward, and gather them again for backward; "auto": for all blocks
-    but the last."""
-
+    """Whether to free a block's parameters after forward, and gather them again; "auto": for all but the last."""
     activation_checkpointing: ActivationCheckpointing = False
-    """Layers that recompute their activations in backward instead of keeping them: true for the blocks, or class names
-    and paths; "auto", or a size like "4GiB": as few of those that repeat as it takes to fit into memory, or it."""
-
+    """Layers that recompute their activations in backward: true (the blocks), names and paths, "auto", or a size."""
     param_dtype: Dtype | None = None
-    """Type in which parameters are gathered. None: the precision's. With precision="32-true", blocks compute in it:
-    they cast their inputs to it, and their outputs back."""
-
+    """Type in which parameters are gathered. None: the precision's. With "32-true", blocks compute in it."""
     reduce_dtype: Dtype | None = None
     """Type in which gradients are sent and summed. None: float32, or that of parameters with a true precision."""
 
@@ -126,10 +116,8 @@ def _refuse_param_dtype(name: str, param: torch.dtype, precision_dtype: torch.dt
     if precision == "32-true" and param == torch.float16:
         raise ConfigError(f"{setting}: gradients of 16 bits need loss scaling. Use 'bf16', or precision='16-mixed'.")
     if precision_dtype is not None and param not in (precision_dtype, torch.float32):
-        raise ConfigError(
-            f"{setting}: autocast computes in {str(precision_dtype).removeprefix('torch.')}. Use 'fp32', or another "
-            "precision."
-        )
+        autocast = str(precision_dtype).removeprefix("torch.")
+        raise ConfigError(f"{setting}: autocast computes in {autocast}. Use 'fp32', or another precision.")
 
 
 def make_mesh(
@@ -159,10 +147,7 @@ def num_replicas(replicas: Replicas, ranks_on_node: Sequence[int]) -> int:
     if replicas == "nodes":
         if len(set(ranks_on_node)) > 1:
             counts = ", ".join(map(str, sorted(set(ranks_on_node))))
-            raise ConfigError(
-                f"replicas='nodes': nodes have unequal numbers of ranks ({counts}), so that their replicas of the "
-                "parameters cannot be sharded alike. Set a number of replicas."
-            )
+            raise ConfigError(f"replicas='nodes': nodes have unequal numbers of ranks ({counts}). Set a number.")
         return num_ranks // ranks_on_node[0]
     if num_ranks % replicas:
         raise ConfigError(

@@ -89,8 +89,7 @@ class FullyShardedModule:
                     name = names.get(id(sharded)) or names.get(id(unsharded_parameter(unsharded)), "a weight")
                     raise UnsupportedError(
                         f"a step has written to '{name}' while it was gathered (an average of weights, max_norm), and "
-                        "the write is lost when it is freed. Write between steps, in on_train_batch_end for example, "
-                        "where each rank writes its shard; or use strategy='ddp_tuned'."
+                        "the write is lost. Write between steps, where each rank writes its shard, or use 'ddp_tuned'."
                     )
 
     def reshard(self) -> None:
@@ -153,27 +152,26 @@ def explained_errors(module: nn.Module) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "mixed torch.Tensor and DTensor" in str(error):
-            raise UnsupportedError(_weights_of_uncalled_block(module)) from error
-        if "requiring a storage size" in str(error):
-            raise UnsupportedError(
-                "backward needs weights of a block that have been freed: backward ran twice (gradients of gradients), "
-                "or the block returns its tensors inside of an object that torch cannot look into. Name other blocks, "
-                "wrap=[...]; wrap=[] gathers all for the whole step."
-            ) from error
-        if "Sharding propagation failed" in str(error) or "require placement changes" in str(error):
-            raise UnsupportedError(
-                "a step or an optimizer computes something over sharded parameters that torch's DTensor cannot. Use "
-                "strategy='ddp_tuned', or another optimizer."
-            ) from error
+        for words, explanation in EXPLANATIONS.items():
+            if words in str(error):
+                sharded = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
+                names = f"Sharded are: {', '.join(sharded[:5])}{' ...' if sharded[5:] else ''}."
+                raise UnsupportedError(f"{explanation} {names}") from error
         raise
 
 
-def _weights_of_uncalled_block(module: nn.Module) -> str:
-    sharded = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
-    return (
-        "a step uses the weights of a block without calling it (block.layer(x), block.weight, a sum over "
-        "self.parameters()), while they are sharded: a block's weights are gathered when the block itself is called. "
-        "Name other blocks, wrap=[...], without this one; wrap=[] gathers all for the whole step. To clip by hand, use "
-        f"self.clip_gradients. Sharded are: {', '.join(sharded[:5])}{' ...' if sharded[5:] else ''}."
-    )
+OTHER_BLOCKS = "Name other blocks, wrap=[...]; wrap=[] gathers all for the whole step."
+NO_DTENSORS = (
+    "a step or an optimizer computes something over sharded parameters that torch's DTensor cannot. Use "
+    "strategy='ddp_tuned', or another optimizer."
+)
+EXPLANATIONS = {
+    "mixed torch.Tensor and DTensor": "a step uses the weights of a block without calling it (block.layer(x), "
+    "block.weight, a sum over self.parameters()): they are gathered when the block itself is called. To clip by hand, "
+    f"use self.clip_gradients. {OTHER_BLOCKS}",
+    "requiring a storage size": "backward needs weights of a block that have been freed: backward ran twice (gradients "
+    f"of gradients), or the block returns tensors inside of an object that torch cannot look into. {OTHER_BLOCKS}",
+    "Sharding propagation failed": NO_DTENSORS,
+    "require placement changes": NO_DTENSORS,
+}
+"""Words of torch's error -> what it means."""

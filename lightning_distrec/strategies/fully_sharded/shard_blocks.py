@@ -55,9 +55,8 @@ def shard_module(
         if earlier != settings:
             raise ConfigError(
                 f"an earlier run has sharded this module as {earlier[0]}, computing in "
-                f"{earlier[1].param or 'its own type'}; now it is {options}, in {settings[1].param or 'its own type'}, "
-                "and a sharded module stays so. Give the strategy the same options and precision, or build a new "
-                "module and load a checkpoint into it."
+                f"{earlier[1].param or 'its own type'}; now it is {options}, in {settings[1].param or 'its own type'}. "
+                "Give the same options and precision, or call trainer.strategy.unshard() of that run first."
             )
     else:
         blocks = consensus.all_or_none("setup", lambda: _choose_blocks(module, options))

@@ -54,23 +54,20 @@ def refuse_sharded(module: nn.Module, strategy: str) -> None:
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
             raise ConfigError(
-                f"{strategy}: '{name}' was sharded over the ranks by an earlier run under FSDP, and stays so. Build a "
-                "new module, and load trainer.strategy.full_state_dict() of that run, or a checkpoint, into it."
+                f"{strategy}: '{name}' was sharded over the ranks by an earlier run under FSDP, and stays so. Call "
+                "trainer.strategy.unshard() of that run first, or build a new module."
             )
 
 
 def refuse_inexact_optimizers(optimizers: Sequence[Optimizer]) -> None:
     """Raise UnsupportedError: an optimizer has other numbers over shards than over full parameters."""
     for optimizer in optimizers:
+        kind, hint = type(optimizer), "Use another optimizer, or strategy='ddp_tuned'."
         if isinstance(optimizer, LBFGS):
+            raise UnsupportedError(f"torch.optim.LBFGS flattens all parameters into one vector. {hint}")
+        if kind.__name__ in INEXACT_OVER_SHARDS and kind.__module__.startswith("torch.optim"):
             raise UnsupportedError(
-                "torch.optim.LBFGS flattens all parameters into one vector, which sharded ones do not have. Use "
-                "another optimizer, or strategy='ddp_tuned'."
-            )
-        if type(optimizer).__name__ in INEXACT_OVER_SHARDS and type(optimizer).__module__.startswith("torch.optim"):
-            raise UnsupportedError(
-                f"torch.optim.{type(optimizer).__name__} fails, or has other numbers, over sharded parameters (tried "
-                "with torch 2.13). Use another optimizer, or strategy='ddp_tuned'."
+                f"torch.optim.{kind.__name__} fails, or has other numbers, over sharded parameters (torch 2.13). {hint}"
             )
 
 
