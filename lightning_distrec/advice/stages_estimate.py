@@ -28,8 +28,8 @@ from lightning_distrec.strategies.stages.idle_time import (
     peak_activation_bytes,
     stage_times,
 )
-from lightning_distrec.strategies.stages.microbatches import num_microbatches
 from lightning_distrec.strategies.stages.stage_options import StageOptions, ranks_of_pipeline
+from lightning_distrec.strategies.stages.step_over_chain import num_microbatches
 from lightning_distrec.units import quantity
 
 PIPELINE = "pipeline_parallel"

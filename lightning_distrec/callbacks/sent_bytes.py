@@ -31,7 +31,7 @@ RINGS = (
 HOOKS = ("lightning_distrec.strategies.data_parallel", "torch.distributed.algorithms.ddp_comm_hooks")
 """The modules that exchange DDP's gradients in Python."""
 # The modules that gather parameters and scatter their gradients, and the one that averages those of stages' replicas.
-FSDP, STAGE_REPLICAS = "torch.distributed.fsdp.", "lightning_distrec.strategies.stages.gradients"
+FSDP, STAGE_REPLICAS = "torch.distributed.fsdp.", "lightning_distrec.strategies.stages.staged_chain"
 
 _OF_ROWS = ("torchrec.distributed.comm_ops", "lightning_distrec.sharding.lookup.short_path")
 """Modules that send rows and their gradients by other collectives too."""

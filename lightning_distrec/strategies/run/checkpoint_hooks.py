@@ -17,7 +17,7 @@ from lightning_distrec.ranks import Ranks
 from lightning_distrec.strategies.checkpoints.checkpoint_io import is_elsewhere
 from lightning_distrec.strategies.checkpoints.positions import update_in_resumed_epoch
 from lightning_distrec.strategies.fully_sharded.shards import full_value, reshard
-from lightning_distrec.strategies.run.forked_ranks import refuse_half_checkpoint
+from lightning_distrec.strategies.run.launched_ranks import refuse_half_checkpoint
 from lightning_distrec.strategies.run.process_runs import PROCESS
 from lightning_distrec.strategies.run.run import Session
 from lightning_distrec.units import format_bytes

@@ -35,8 +35,13 @@ from lightning_distrec.strategies.checkpoints.job_fit import FIT_NUMBERS, JobFit
 from lightning_distrec.strategies.checkpoints.resuming import Resuming
 from lightning_distrec.strategies.fully_sharded.shards import full_value
 from lightning_distrec.strategies.run.checkpoint_hooks import CheckpointHooks
-from lightning_distrec.strategies.run.forked_ranks import fork_launcher, forks_ranks, has_no_script
-from lightning_distrec.strategies.run.launched_ranks import connect_ranks, wrap_launch
+from lightning_distrec.strategies.run.launched_ranks import (
+    connect_ranks,
+    fork_launcher,
+    forks_ranks,
+    has_no_script,
+    wrap_launch,
+)
 from lightning_distrec.strategies.run.process_runs import PROCESS
 from lightning_distrec.strategies.run.run import Run, start_session
 from lightning_distrec.strategies.run.stopping import STOPPED, StopHandler, StopOptions

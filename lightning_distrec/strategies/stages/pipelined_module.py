@@ -12,19 +12,26 @@ from torch import Tensor
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import DataError, UnsupportedError
 from lightning_distrec.strategies.stages.absent_tensors import WAY_OUT, is_absent
-from lightning_distrec.strategies.stages.gradients import GradientsAside, ProxyLoss, average_over_replicas
-from lightning_distrec.strategies.stages.microbatches import (
+from lightning_distrec.strategies.stages.placement import present_parameters
+from lightning_distrec.strategies.stages.stage_options import StageOptions
+from lightning_distrec.strategies.stages.staged_chain import (
+    ComputeLoss,
+    GradientsAside,
+    ProxyLoss,
+    StagedChain,
+    average_over_replicas,
+)
+from lightning_distrec.strategies.stages.step_effects import LogCall, LoggedValues, StepDraws
+from lightning_distrec.strategies.stages.step_over_chain import (
     BlockArguments,
+    Entry,
     batch_size_of,
+    enter_chain,
+    leave_chain,
     num_microbatches,
     split_batch,
     tensors_in,
 )
-from lightning_distrec.strategies.stages.placement import present_parameters
-from lightning_distrec.strategies.stages.stage_options import StageOptions
-from lightning_distrec.strategies.stages.staged_chain import ComputeLoss, StagedChain
-from lightning_distrec.strategies.stages.step_effects import LogCall, LoggedValues, StepDraws
-from lightning_distrec.strategies.stages.step_over_chain import Entry, enter_chain, leave_chain
 
 TOLERANCE = 1e-3
 """How far the mean of micro-batches' losses may be from the loss of the whole batch."""
