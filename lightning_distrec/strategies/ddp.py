@@ -53,17 +53,15 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
             bytes and give other numbers.
         powersgd: matrix_rank, start_step: send gradients as products of two matrices, which is many times fewer bytes,
             and inexact; see PowerSGDOptions.
-        activation_checkpointing: layers that recompute their activations in backward instead of keeping them; same
-            numbers. true: all layers of parts that repeat, like a transformer's; or a list of class names and paths;
-            "auto", or a size like "4GiB": as few of those as it takes for activations to fit into 80 % of the rank's
-            memory, or into the size.
+        activation_checkpointing: layers that recompute their activations in backward; same numbers. true: all layers of
+            parts that repeat, like a transformer's; or a list of class names and paths; "auto", or a size like "4GiB":
+            as few of those as it takes for activations to fit into 80 % of the rank's memory, or into the size.
         find_unused_parameters: as in DDP, for layers that some steps do not use.
         static_graph: as in DDP, for a module every step of which uses the same layers alike.
         sparse_grads: how gradients of nn.Embedding(sparse=True) are sent over gloo: "sparse", as rows; "dense", as
             dense tensors, which become sparse gradients of the looked up rows again.
-        zero_optimizer: partition the optimizers' state over the ranks (ZeRO stage 1): each parameter is updated by one
-            rank, which sends it to the others; same numbers. For optimizers of torch.optim that update each parameter
-            from its own gradient alone.
+        zero_optimizer: partition the optimizers' state over the ranks (ZeRO stage 1): one rank updates a parameter, and
+            sends it to the others; same numbers. For optimizers that update each from its own gradient alone.
         run_options: what all strategies take, as checkpoint and stopping: see DistRecStrategy.
     """
 

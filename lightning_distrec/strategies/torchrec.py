@@ -40,26 +40,21 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
     """Shards the embedding tables of an unchanged LightningModule; the rest of it trains as under DDP.
 
     Every EmbeddingBagCollection and EmbeddingCollection of the module, and every large nn.Embedding and
-    nn.EmbeddingBag, is planned and sharded when fit, validate, test or predict sets up. The optimizers of
-    `configure_optimizers` keep updating their tables with the same numbers; the start table shows
-    how. What cannot be exact raises before the first step.
+    nn.EmbeddingBag, is planned and sharded in set-up. The optimizers of `configure_optimizers` keep updating their
+    tables with the same numbers; the start table shows how. What cannot be exact raises before the first step.
 
     Args:
         embedding_update: how tables are updated. "auto": inside of backward where FBGEMM has the same numbers and
-            nothing must come between (clipping, accumulation, loss scaling), otherwise by the user's optimizer on each
-            rank's shards. "fused", "sparse", "dense": that, or an error. "fused_lazy": Adam on touched rows only
-            (CUDA), which gives other numbers.
-        table_optimizer: class_path, init_args and lr_scheduler of an optimizer that updates the tables, which leave
-            those of configure_optimizers. It steps together with the module's one. None: the module's.
+            nothing must come between, otherwise by the user's optimizer on each rank's shards. "fused", "sparse",
+            "dense": that, or an error. "fused_lazy": Adam on touched rows only (CUDA), which gives other numbers.
+        table_optimizer: class_path, init_args and lr_scheduler of an optimizer that updates the tables, together with
+            the module's one. None: the module's.
         convert_embeddings: which nn.Embedding and nn.EmbeddingBag are sharded too. "auto": those with at least
             `min_rows` rows that can be; "all"; "none"; or a list of their paths.
         min_rows: see convert_embeddings.
         sharding_types: sharding types that the planner may choose, for example ["table_wise", "row_wise"]; None: all.
-        tables: options for single tables, by name or by a pattern such as "user_*": embedding_update, optimizer,
-            sharding_types, compute_kernels, min_partition, pooling_factor, cache_load_factor, replicated, ...: see
-            TableOptions.
-        check_ids: what to do about an id outside of its table: "error" on every rank, "warn", or "ignore", which looks
-            up row 0.
+        tables: options for single tables, by name or by a pattern such as "user_*": see TableOptions.
+        check_ids: what to do about an id outside of its table: "error" on every rank, "warn", or "ignore": row 0.
         prefetch: depth, the number of batches in flight. 1: lookups exchange ids when they are called; from 2 on the
             next batch's ids are exchanged while this one computes. computed_ids: whether also those that the step
             computes. None: 3, and true.
@@ -70,16 +65,12 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
             "sum" over the batch; "rank_mean": all ranks count alike, as in DDP.
         memory_bytes_per_rank: memory of a rank, of which tables get what planning.reserve leaves. None: measure it.
         batch_size_per_rank: examples per rank and step, for estimates. None: those of the loader, or 512.
-        planning: bandwidths, reserve, estimate_pooling, plan_file: how plans are made, and what is assumed of the
-            machines; see PlanningOptions.
-        sharding_groups: size, sync_interval: tables are sharded within groups of ranks, and each group has a replica of
-            them; see ShardingGroupOptions.
+        planning: how plans are made, and what is assumed of the machines: see PlanningOptions.
+        sharding_groups: tables are sharded within groups of ranks, each with a replica: see ShardingGroupOptions.
         find_unused_parameters: as in DDP, for dense layers that some steps do not use.
         static_graph: as in DDP, for dense layers that every step uses alike.
-        dense: how the layers without tables train. "ddp": every rank has them; "fsdp": they are sharded over the ranks
-            as under "fsdp_tuned".
-        fsdp: wrap, min_num_parameters, replicas, reshard_after_forward, activation_checkpointing, param_dtype,
-            reduce_dtype: see FSDPOptions. For dense="fsdp".
+        dense: how the layers without tables train. "ddp": every rank has them; "fsdp": sharded as under "fsdp_tuned".
+        fsdp: for dense="fsdp": see FSDPOptions.
         bucket_cap_mb: size of DDP's gradient buckets in MiB.
         run_options: what all strategies take, as checkpoint and stopping: see DistRecStrategy.
     """

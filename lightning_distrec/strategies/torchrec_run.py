@@ -140,10 +140,7 @@ class TorchRecRun(Run):
             if noted := NotedIds(tables.shards.mappings):
                 checkpoints.positions.keep_rank_state("noted_ids", noted)
         elif shards_dense:
-            raise ConfigError(
-                "dense='fsdp': the module has no embedding tables that torchrec_sharded would shard. Use "
-                "strategy='fsdp_tuned', which takes the same options, or dense='ddp'."
-            )
+            raise ConfigError("dense='fsdp': the module has no embedding tables to shard. Use strategy='fsdp_tuned'.")
         else:
             rank_zero_info("torchrec_sharded: the module has no embedding tables; it trains as under plain DDP.")
         return tables
@@ -245,8 +242,8 @@ def dense_options(dense: str, fsdp: FSDPOptions | dict[str, Any] | None) -> FSDP
     options = as_options("fsdp", FSDPOptions, fsdp) if dense == "fsdp" else None
     if options is not None and options.activation_checkpointing == "auto":
         raise ConfigError(
-            "fsdp: {activation_checkpointing: auto}: tables are planned into the same memory before a step shows what "
-            "activations take. Set the size that they may take ('4GiB'), or name the layers."
+            "fsdp: {activation_checkpointing: auto}: tables are planned before a step shows what activations take. Set "
+            "the size that they may take ('4GiB'), or name the layers."
         )
     return options
 

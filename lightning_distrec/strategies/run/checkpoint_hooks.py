@@ -127,8 +127,8 @@ class CheckpointHooks(DDPStrategy):
     def unshard(self, rank_0_only: bool = False) -> LightningModule | None:
         """Collective, after a run. Turn the module back into an ordinary one with full weights, on the host; return it.
 
-        torch.save, copy.deepcopy, torch.export, a call outside of the Trainer and any later Trainer then work as with a
-        module that was never sharded. The optimizers of the run, which hold shards, are dropped.
+        torch.save, torch.export and any later Trainer then work as with a module that was never sharded. The
+        optimizers of the run, which hold shards, are dropped.
         rank_0_only: whether the other ranks get None, and their module has no weights left (on the meta device).
         Raises ShardingError: a run is in progress. CheckpointError on every rank: a host has not enough memory.
         """
@@ -184,9 +184,7 @@ def check_call(name: str, rows: Rows, parameters: Mapping[str, Any], ranks: Rank
     # Compared before any other exchange: ranks that gather different parameters would wait for one another.
     calls = ranks.all_gather((name, rows))
     if any(call != calls[0] for call in calls):
-        raise ConfigError(
-            f"full_parameter: the ranks ask for different parameters, {calls}. Call it with the same one on every rank."
-        )
+        raise ConfigError(f"full_parameter: the ranks ask for different parameters, {calls}. Ask for one on all.")
     if name not in parameters:
         raise ConfigError(f"full_parameter: the module has no parameter '{name}'{did_you_mean(name, parameters)}")
 
@@ -204,7 +202,6 @@ def check_memory(name: str, needed_bytes: int, ranks_on_node: int, ranks: Ranks)
     free = free_host_bytes()
     if not ranks.all_reduce_min(int(needed_bytes * ranks_on_node <= free)):
         raise ShardingError(
-            f"full_parameter: '{name}' takes {format_bytes(needed_bytes)} on each of {ranks_on_node} ranks of a "
-            f"node, and {format_bytes(free)} are free here. Ask for some rows at a time, as in "
-            f"full_parameter('{name}', rows=(0, 1000))."
+            f"full_parameter: '{name}' takes {format_bytes(needed_bytes)} on each of {ranks_on_node} ranks of a node, "
+            f"and {format_bytes(free)} are free here. Ask for some rows at a time: rows=(0, 1000)."
         )

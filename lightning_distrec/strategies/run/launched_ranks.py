@@ -63,7 +63,7 @@ def has_no_script(environment: Any, num_ranks: int, num_nodes: int) -> bool:
     if num_nodes > 1:
         raise ConfigError(
             f"num_nodes={num_nodes}: a notebook, an interactive session, python - or python -c starts ranks on its own "
-            "node only. Write the code into a file (%%writefile train.py), and start it with torchrun or srun."
+            "node only. Write the code into a file, and start it with torchrun or srun."
         )
     return True
 
@@ -86,8 +86,7 @@ def is_forked(launcher: object) -> bool:
 def fork_ranks(launcher: ForkLauncher, num_ranks: int, launch: Callable[[], Any]) -> Any:
     """Run a function on ranks that are forked; return what it returns on rank 0. Raises RankError: a rank was ended."""
     rank_zero_info(f"No script to run again: {quantity(num_ranks, 'rank')} are forked from this process.")
-    # A forked process has the parent's OpenMP pool without its threads, and would wait for them at the first large
-    # product.
+    # A forked process has the parent's OpenMP pool without its threads, and would wait for them.
     if not end_threads():
         os.environ[THREADS_VARIABLE] = "1"
         rank_zero_warn("This process's OpenMP cannot end its threads before the fork: each rank has one thread.")
@@ -108,16 +107,12 @@ def check_fork(launcher: ForkLauncher, trainer: Trainer) -> None:
     # Refused before the fork: after it, the ranks would hang, or fail where no message is seen.
     if dist.is_initialized():
         raise ConfigError(
-            "ranks cannot be forked from this process: it is a rank itself (it has trained with devices=1, say), and "
-            f"they would inherit its process group without the threads of it. {WAY_OUT}"
+            f"ranks cannot be forked from this process: it is a rank itself (trained with devices=1, say). {WAY_OUT}"
         )
     try:
         check_cuda_before_fork()
     except RuntimeError as error:
-        raise ConfigError(
-            "ranks cannot be forked from this process: it has used CUDA (a tensor.cuda(), a torch.cuda call), and no "
-            f"forked process could. {WAY_OUT}"
-        ) from error
+        raise ConfigError(f"ranks cannot be forked from this process: it has used CUDA. {WAY_OUT}") from error
     if launcher.has_trained and trainer.state.fn == TrainerFn.FITTING:
         raise ConfigError(
             "this Trainer has trained on forked ranks, which have ended with their optimizers. Make a new Trainer: it "
@@ -155,11 +150,7 @@ def restored_variables() -> Iterator[None]:
 
 
 def wrap_launch(strategy: Any, before_fit: Callable[[Trainer], ExitStack], timeout_seconds: float) -> None:
-    """Let a strategy's launcher call `before_fit` before every fit, and watch over every run that it launches.
-
-    What `before_fit` patches, and that loggers upload our folders, lasts for the run. Lightning's own launcher, on one
-    node, passes the ranks that it starts a key of their job.
-    """
+    """Let a strategy's launcher call `before_fit`, for the run, before every fit, and watch over every run."""
     # On the instance: Lightning calls strategy.launcher.launch before any hook of the strategy. Of a function of this
     # file, so that `torch.save(trainer)` can pickle it.
     launcher: Any = strategy.launcher
@@ -217,8 +208,7 @@ def connect_ranks(strategy: Any, backend: str, timeout: timedelta, watchdog_seco
         if (num_before := dist.get_world_size()) != num_ranks:
             raise ConfigError(
                 f"this Trainer has {quantity(num_ranks, 'rank')}, and this process is one of {num_before}, of an "
-                "earlier Trainer: a process group stays until the process ends. Use one number of ranks in a program; "
-                "in a notebook, restart the kernel."
+                "earlier Trainer. Use one number of ranks in a program; in a notebook, restart the kernel."
             )
         return
     environment, launched, device = strategy.cluster_environment, strategy.launched, strategy.root_device
@@ -269,9 +259,8 @@ def _meeting_point(environment: ClusterEnvironment, rank: int) -> MeetingPoint:
     local_rank, hint = os.environ.get("LOCAL_RANK"), ""
     if is_lightning and local_rank is not None and launcher is None:
         hint = (
-            f" (the environment has LOCAL_RANK={local_rank}, by which Lightning expects a launcher to start every "
-            "rank, and starts none; where this process has it by chance, from a shell or a parent process, unset "
-            "LOCAL_RANK)"
+            f" (the environment has LOCAL_RANK={local_rank}, so that Lightning starts no ranks; where no launcher has "
+            "set it, unset it)"
         )
     return MeetingPoint(
         environment.main_address,

@@ -1,10 +1,8 @@
 """The runs of this process, under the watchdog, and what follows the last of them: leaving the process group at exit.
 
-A run reports its begin and end, and a failure that another rank caused names that rank.
-
 A gloo thread that drops its last Python object while the interpreter is finalizing aborts the process ("terminate
-called without an active exception"): after a run that succeeded, or after the message of one that failed. So at exit:
-release what holds requests, collect garbage, wait for the other ranks for a bounded time, destroy the group.
+called without an active exception"). So at exit: release what holds requests, collect garbage, wait for the other ranks
+for a bounded time, destroy the group.
 """
 
 import atexit

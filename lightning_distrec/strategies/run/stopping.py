@@ -42,9 +42,8 @@ class StopOptions:
 
     def __post_init__(self) -> None:
         if not re.fullmatch("SIG[A-Z0-9]+", self.requeue_signal) or not hasattr(signal, self.requeue_signal):
-            raise ConfigError(
-                f"stopping: requeue_signal={self.requeue_signal!r} is no signal of this machine. Use SIGUSR1."
-            )
+            signal_name = self.requeue_signal
+            raise ConfigError(f"stopping: requeue_signal={signal_name!r} is no signal of this machine. Use SIGUSR1.")
         check_choice("stopping: on_sigterm", self.on_sigterm, ("stop", "checkpoint"))
         check_choice("stopping: resume", self.resume, ("auto", "never"))
         run_name(self.run_name)
@@ -64,19 +63,10 @@ class StopHandler:
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        step_consensus: Consensus,
-        checkpoints: Checkpointing,
-        options: StopOptions,
-        job: JobFit,
+        self, trainer: Trainer, step_consensus: Consensus, checkpoints: Checkpointing, options: StopOptions, job: JobFit
     ) -> None:
-        self._trainer = trainer
-        self._consensus = step_consensus
-        self._checkpoints = checkpoints
-        self._options = options
-        self._job = job
-        self._flags = step_consensus.flags
+        self._trainer, self._consensus, self._checkpoints = trainer, step_consensus, checkpoints
+        self._options, self._job, self._flags = options, job, step_consensus.flags
         # The consensus outlives runs: what an earlier run was asked to do must not stop this one.
         self._flags.reset()
         self._message: PendingMin | None = None
