@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lightning_distrec.sharding.planning.table_options import PlanningOptions, TableOptions
     from lightning_distrec.sharding.sharders import QuantizedComms
     from lightning_distrec.sharding.sharding_groups import ShardingGroupOptions
-    from lightning_distrec.strategies.data_parallel.powersgd import PowerSGDOptions
+    from lightning_distrec.strategies.data_parallel.gradient_exchange import PowerSGDOptions
     from lightning_distrec.strategies.ddp import TunedDDPStrategy
     from lightning_distrec.strategies.fsdp import TunedFSDPStrategy
     from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
@@ -64,7 +64,7 @@ __all__ = [
 
 _HOMES = {
     "Bandwidths": "lightning_distrec.sharding.planning.bandwidths",
-    "PowerSGDOptions": "lightning_distrec.strategies.data_parallel.powersgd",
+    "PowerSGDOptions": "lightning_distrec.strategies.data_parallel.gradient_exchange",
     "CheckpointOptions": "lightning_distrec.checkpoint.checkpoint_options",
     "Communication": "lightning_distrec.callbacks.communication",
     "DynamicIds": "lightning_distrec.callbacks.table_callbacks",

@@ -107,9 +107,8 @@ def loader_states(combined_loader: Any) -> list[dict[str, Any]]:
 def override_loader_states(combined_loader: Any, states: Callable[[], list[dict[str, Any]]] | None) -> None:
     """Save the states that `states` returns in checkpoints, in place of the loaders' own; None undoes it."""
     # Upstream asks the loaders when a checkpoint is saved. With batches in flight they are ahead of the module, and a
-    # resumed fit would skip these batches. The method is written into the instance's `__dict__`, so that no other
-    # CombinedLoader changes. Can go when Lightning lets a fetcher provide the states.
-    # Source: lightning/pytorch/loops/fit_loop.py.
+    # resumed fit would skip these batches. Written into the instance's `__dict__`: no other CombinedLoader changes.
+    # Can go when Lightning lets a fetcher provide the states. Source: lightning/pytorch/loops/fit_loop.py.
     if states is not None:
         combined_loader._state_dicts = states
     else:
@@ -119,9 +118,8 @@ def override_loader_states(combined_loader: Any, states: Callable[[], list[dict[
 def replace_fetchers(trainer: Any, make: Callable[[Any], Any]) -> Patches:
     """Let the trainer's loops take their data fetchers from `make`, called with a stage."""
     # Upstream chooses among its own fetchers, which draw one batch ahead and cannot prepare lookups. A step that
-    # takes a dataloader_iter keeps upstream's choice. The loops read `_select_data_fetcher` from the globals of their
-    # modules, so it is replaced there; other trainers get upstream's choice.
-    # Can go when a Trainer or a strategy can be given a fetcher.
+    # takes a dataloader_iter, and other trainers, keep upstream's choice. The loops read `_select_data_fetcher` from
+    # the globals of their modules. Can go when a strategy can give a fetcher.
     # Source: lightning/pytorch/loops/utilities.py.
     original = fit_loop.__dict__["_select_data_fetcher"]
 
@@ -140,9 +138,7 @@ def replace_fetchers(trainer: Any, make: Callable[[Any], Any]) -> Patches:
 def skip_transfer_hook_when(module: Any, is_done: Callable[[Any], bool]) -> Patches:
     """Skip the user's on_before_batch_transfer for batches for which `is_done` returns True."""
     # Upstream: every loop calls it just before Strategy.batch_to_device. Batches in flight have been through it when
-    # they were fetched; a second call would transform them twice. Can go when fetchers can move batches to the
-    # device.
-    # Source: lightning/pytorch/core/module.py.
+    # they were fetched. Can go when fetchers can move batches to the device. Source: lightning/pytorch/core/module.py.
     hook = module._on_before_batch_transfer
 
     def once(batch: Any, dataloader_idx: int = 0) -> Any:
@@ -159,10 +155,9 @@ def call_transfer_hook(module: Any, batch: Any, dataloader_idx: int) -> Any:
 
 
 def override_environment_choice(is_ours: Callable[[Any], bool], choose: Callable[[], Any]) -> Patches:
-    """Let `choose` return the cluster environment of a Trainer whose strategy `is_ours`.
+    """Let `choose` return the cluster environment of a Trainer whose strategy, or its name, `is_ours`.
 
-    is_ours: gets the strategy's name, or the strategy. An environment that the user passes as a plugin stays, and so
-    does everything for other strategies.
+    An environment that the user passes as a plugin stays, and so does everything for other strategies.
     """
     # Upstream chooses by the first environment whose `detect` is True, before it creates the strategy, and some of
     # them raise in their constructor, so that a strategy cannot correct the choice later.
@@ -193,11 +188,9 @@ def stop_between_steps(trainer: Any, record: Callable[[bool], None], leave: Call
     """
     # Upstream: the handlers run collectives (a broadcast, saving) inside of the signal, wherever the rank is, so that
     # ranks that are hit at different points deadlock; and the training loop broadcasts rank 0's flag at every step
-    # and waits for it. Ours agree with the control message that each step has anyway.
-    # Can go when Lightning's signal handlers only set a flag and its loop asks the strategy about it.
-    # Source: lightning/pytorch/loops/training_epoch_loop.py, `advance`, and
-    # lightning/pytorch/trainer/connectors/signal_connector.py, whose `register_signal_handlers` runs after the
-    # strategy's setup.
+    # and waits for it. Can go when Lightning's handlers only set a flag and its loop asks the strategy about it.
+    # Source: lightning/pytorch/loops/training_epoch_loop.py, `advance`, and signal_connector.py, whose
+    # `register_signal_handlers` runs after the strategy's setup.
     connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
     advance = loop.advance
 
@@ -232,8 +225,7 @@ def batches_that_stepped(trainer: Any) -> int:
 
 def show_in_progress_bar(trainer: Any, name: str, value: str) -> None:
     """Show `value` among the metrics of the progress bar."""
-    # `LightningModule.log(prog_bar=True)` would create a tensor on the device and read it back, which waits for the
-    # GPU.
+    # `LightningModule.log(prog_bar=True)` would create a tensor on the device and read it back.
     # Source: lightning/pytorch/trainer/connectors/logger_connector/logger_connector.py, progress_bar_metrics.
     trainer._logger_connector._progress_bar_metrics[name] = value
 
@@ -260,8 +252,8 @@ def call_overridden_hooks(trainer: Any) -> Patches:
     """Let the trainer's loops call hooks that somebody overrides, and build no context without a profiler."""
     # A step has 22 hooks. Upstream formats a log line for each, enters a generator for the profiler, and sets the
     # hook's name on the module, for `self.log`, through nn.Module's __setattr__, whether or not the hook does
-    # anything. Here the name is written past __setattr__, and a hook that is Lightning's own empty one is left out;
-    # nothing else differs. With another profiler, or where that log is at level DEBUG now, upstream's functions run.
+    # anything. Here the name is written past __setattr__, and a hook that is Lightning's own empty one is left out.
+    # With another profiler, or where that log is at level DEBUG now, upstream's functions run.
     # Source: lightning/pytorch/trainer/call.py; _build_kwargs in lightning/pytorch/loops/training_epoch_loop.py,
     # which inspects the signature of training_step in every step. Can go when Lightning does so.
     patches = Patches()

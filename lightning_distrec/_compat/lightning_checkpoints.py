@@ -6,6 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.io import torch_io
+from lightning.pytorch.core import saving
+from lightning.pytorch.loggers import utilities
+from lightning.pytorch.loggers.wandb import WandbLogger
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning_utilities.core.apply_func import apply_to_collection
 
@@ -13,10 +17,7 @@ from lightning_distrec._compat.patches import Patches
 
 
 def resume_from(trainer: Any, find: Callable[[Any], str | None]) -> Patches:
-    """Let a fit resume from the checkpoint that `find` returns; None: do as `ckpt_path` says.
-
-    find: gets the ckpt_path, None if the user has given none.
-    """
+    """Let a fit resume from the checkpoint that `find` returns for the user's ckpt_path; None: do as that says."""
     # Upstream resumes from the newest `hpc_ckpt_*` in the folder, whichever job wrote it, where it detects Slurm.
     # That is wrong for a new job in an old folder, and for jobs that restart without Slurm. `_hpc_resume_path` is a
     # property, which an instance cannot override, so the connector's `__class__` is replaced by a subclass.
@@ -31,16 +32,15 @@ def resume_from(trainer: Any, find: Callable[[Any], str | None]) -> Patches:
 
 def resumed_path(trainer: Any) -> str | None:
     """Return the checkpoint that the fit in progress resumes from, also before it is loaded; None for none."""
-    # Upstream hands the path from function to function, and sets `trainer.ckpt_path` when it loads, after set-up. It
-    # is known to the connector of `resume_from` alone.
+    # Upstream sets `trainer.ckpt_path` when it loads, after set-up.
     path = getattr(trainer._checkpoint_connector, "chosen_path", None)
     return None if path is None else str(path)
 
 
 def update_plateaus_of_this_epoch(trainer: Any) -> None:
     """Let the fit loop update ReduceLROnPlateau at the end of the epoch that it has resumed in."""
-    # Upstream leaves them out there, since their metrics are not in checkpoints. The public setter sets it for the
-    # loops inside, too, and to True where a fit is limited by steps.
+    # Upstream leaves them out there. The public setter sets it for the loops inside, too, and to True where a fit is
+    # limited by steps.
     # Source: lightning/pytorch/loops/fit_loop.py, `on_advance_end`, which alone reads it after an epoch has begun.
     trainer.fit_loop._restarting = False
 
@@ -73,13 +73,10 @@ def read_folders_too(is_folder: Callable[[Any], bool], read: Callable[[Any, bool
     is_folder: whether a path is one. read: returns its content: optimizers' state too if the second argument is
     True; values of any type, whose code is run, if the third is: the user's weights_only=False.
     """
-    # Upstream opens the path as a file, in `load_from_checkpoint` and in the CheckpointIO of any strategy. Both have
-    # their loader in the globals of their modules, so it is replaced there.
-    # Can go when Lightning lets a checkpoint's format choose its reader.
-    # Source: lightning/pytorch/core/saving.py, lightning/fabric/plugins/io/torch_io.py.
-    from lightning.fabric.plugins.io import torch_io
-    from lightning.pytorch.core import saving
 
+    # Upstream opens the path as a file, in `load_from_checkpoint` and in the CheckpointIO of any strategy. Both have
+    # their loader in the globals of their modules. Can go when Lightning lets a checkpoint's format choose its reader.
+    # Source: lightning/pytorch/core/saving.py, lightning/fabric/plugins/io/torch_io.py.
     def load_folders_too(load: Callable[..., Any], with_optimizers: bool) -> Callable[..., Any]:
         def load_any(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
             if not is_folder(path_or_url):
@@ -107,9 +104,6 @@ def upload_folders_too(is_checkpoint: Callable[[Path], bool]) -> Patches:
     # Can go when Lightning's loggers take folders.
     # Source: lightning/pytorch/loggers/utilities.py, `_scan_checkpoints`, which mlflow.py, wandb.py and litlogger.py
     # use; lightning/pytorch/loggers/wandb.py, `_scan_and_log_checkpoints`.
-    from lightning.pytorch.loggers import utilities
-    from lightning.pytorch.loggers.wandb import WandbLogger
-
     scan = WandbLogger._scan_and_log_checkpoints
 
     class FileOrFolder(type(Path())):  # type: ignore[misc]  # Path itself has no subclasses before Python 3.12

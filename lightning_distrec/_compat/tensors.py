@@ -6,7 +6,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_distrec._compat.patches import Patches
 
@@ -43,9 +46,6 @@ def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def local_offsets(tensor: Any) -> tuple[int, ...]:
     """Return the offsets of this rank's local tensor within a DTensor, one per dim."""
-    # Source: torch/distributed/tensor/_utils.py.
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
 
 
@@ -62,8 +62,6 @@ def watch_operations(note: Note) -> AbstractContextManager[Any]:
     """
     # What torch.compile has compiled runs without it: a mode that does not ignore compile's internals makes torch
     # give up for good on any function that is first called inside of it.
-    # Source: torch/utils/_python_dispatch.py.
-    from torch.utils._python_dispatch import TorchDispatchMode
 
     class Watch(TorchDispatchMode):
         supports_higher_order_operators = True
@@ -83,13 +81,10 @@ def watch_operations(note: Note) -> AbstractContextManager[Any]:
 def watch_sends(on_send: Callable[[Tensor, int, str], None]) -> Patches:
     """Call `on_send` for each point-to-point send that is made as a P2POp of torch.distributed.
 
-    on_send: gets the tensor, the global rank that it goes to, and the name of the function that makes the P2POp. Seen
-    are those that read P2POp from torch.distributed when they make one, as torch.distributed.pipelining does.
-    Source: torch/distributed/pipelining/stage.py, get_fwd_send_ops and get_bwd_send_ops. `isend` itself cannot be
-    watched: P2POp takes no other function in its place.
+    on_send: gets the tensor, the global rank that it goes to, and the name of the function that makes the P2POp, which
+    reads it from torch.distributed, as torch.distributed.pipelining does. `isend` itself cannot be watched: P2POp takes
+    no other function in its place. Source: torch/distributed/pipelining/stage.py, get_fwd_send_ops.
     """
-    import torch.distributed as dist
-
     original: Any = dist.P2POp
 
     class Watched(original):  # type: ignore[misc]

@@ -9,6 +9,9 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import _ComputationType
 from torch.distributed.tensor import DTensor
@@ -54,8 +57,6 @@ def class_before_fully_shard(module: nn.Module) -> type[nn.Module]:
 def without_fully_shard(state: dict[str, Any]) -> dict[str, Any]:
     """Return a module's attributes without those that fully_shard added: its state, and hooks around forward."""
     # Source: torch/distributed/_composable/contract.py, torch/distributed/fsdp/_fully_shard/_fsdp_state.py.
-    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-
     attributes = {key: value for key, value in state.items() if key not in (REGISTRY_KEY, STATE_KEY)}
     for name in ("_forward_pre_hooks", "_forward_hooks"):
         hooks = attributes[name]
@@ -79,8 +80,6 @@ def undo_fully_shard(module: Any, package: str, attributes: Iterable[str]) -> No
     fully_shard was not called with may have hooks of it, for its parameters.
     """
     # Source: torch/distributed/_composable_state.py, torch/distributed/fsdp/_fully_shard.
-    from torch.distributed._composable_state import _module_state_mapping
-
     drop_state_dict_hooks(module)
     state = without_fully_shard(vars(module))
     hooks_of_state = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_state_dict_hooks")
@@ -92,8 +91,8 @@ def undo_fully_shard(module: Any, package: str, attributes: Iterable[str]) -> No
         hooks = state["_forward_pre_hooks" if "pre" in name else "_forward_hooks"]
         state[name] = type(state[name])((key, value) for key, value in state[name].items() if key in hooks)
     users_class = class_before_fully_shard(module)
-    # Past nn.Module.__setattr__, which would sort values into parameters and buffers; and torch has no way back from
-    # fully_shard but the class itself, which it has swapped for one with FSDPModule in front.
+    # Past nn.Module.__setattr__, which would sort values into parameters and buffers. torch has swapped the class for
+    # one with FSDPModule in front, and has no way back.
     vars(module).clear()
     dropped = {*attributes, "_is_fsdp_managed_module", "_fsdp_use_orig_params"}
     vars(module).update({name: value for name, value in state.items() if name not in dropped})
@@ -160,8 +159,6 @@ def chunk_locations(metadata: Any) -> Iterator[tuple[str, str, int, int]]:
     Raises ValueError: a record is not a _StorageInfo with a relative path.
     """
     # Source: torch/distributed/checkpoint/filesystem.py.
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-
     for index, info in (metadata.storage_data or {}).items():
         if not isinstance(info, _StorageInfo) or not isinstance(info.relative_path, str):
             raise ValueError(f"'{index}' has the storage record {info!r}")
@@ -179,9 +176,8 @@ _KINDS: dict[Any, Literal["forward", "backward"]] = {
 
 def pipeline_order(schedule: str, num_ranks: int, num_stages: int, num_microbatches: int) -> list[list[Action]]:
     """Return what each rank computes, in order. schedule: "gpipe", "1f1b" or "interleaved_1f1b"."""
-    # A schedule object needs stages, and these a process group. The methods that return its order read numbers alone,
-    # so that they are called with these. The order that torch returns for 1F1B, and does not run, counts the last
-    # stage's forwards from 1. Source: torch/distributed/pipelining/schedules.py.
+    # A schedule object needs stages, and these a process group; the methods that return its order read numbers alone.
+    # Torch's order for 1F1B counts the last stage's forwards from 1. Source: torch/distributed/pipelining/schedules.py.
     numbers: Any = SimpleNamespace(
         _n_microbatches=num_microbatches,
         _num_stages=num_stages,

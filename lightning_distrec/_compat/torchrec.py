@@ -42,10 +42,8 @@ def detach_fused_optimizer(parameter: nn.Parameter) -> None:
 
 def free_weights(collection: Any) -> None:
     """Free the weights of an unsharded collection by moving it to the meta device."""
-    # `_device` is set too: `to` does not change it, and the `device` property returns it. A sharded collection that
-    # is made from one with device "cuda" would copy the freed rows (torchrec/distributed/embeddingbag.py, end of
-    # __init__).
-    # Source: torchrec/modules/embedding_modules.py.
+    # `_device` is set too, which `to` does not change: a sharded collection that is made from one with device "cuda"
+    # would copy the freed rows. Source: torchrec/modules/embedding_modules.py, torchrec/distributed/embeddingbag.py.
     collection.to("meta")
     collection._device = torch.device("meta")
 
@@ -64,10 +62,8 @@ def fill_weight(collection: Any, key: str, weight: Any, learns: bool) -> None:
 
 def free_unsharded_tables(sharded: Any) -> None:
     """Free the unsharded tables that a sharded collection still refers to."""
-    # Upstream keeps the unsharded parameters for their shapes alone, as long as the module lives: each rank would
-    # hold every table twice. Parameters on meta have the same shapes. Can go when upstream keeps shapes only.
-    # Source: EmbeddingShardingInfo in torchrec/distributed/embedding_sharding.py, kept by
-    # ShardedEmbeddingBagCollection.
+    # Upstream keeps the unsharded parameters for their shapes alone: each rank would hold every table twice. Can go
+    # when upstream keeps shapes only. Source: EmbeddingShardingInfo in torchrec/distributed/embedding_sharding.py.
     for infos in getattr(sharded, "sharding_type_to_sharding_infos", {}).values():
         for info in infos:
             info.param = nn.Parameter(torch.empty_like(info.param, device="meta"), info.param.requires_grad)
@@ -75,12 +71,9 @@ def free_unsharded_tables(sharded: Any) -> None:
 
 def disable_mean_pooling_divisor(sharded: Any) -> None:
     """Stop torchrec from dividing the output of a sharded EmbeddingBagCollection by bag sizes."""
-    # Upstream: rows of a mean-pooled row-wise table are summed over ranks first and divided afterwards, by a
-    # callback. Wrong in torchrec 1.8: the callback divides the columns of all tables of the collection except
-    # sum-pooled row-wise ones, so that table-wise and column-wise tables, whose kernels have divided already, are
-    # divided twice (embeddingbag.py, _create_mean_pooling_divisor). sharding/lookup/ divides the columns that need
-    # it.
-    # Can go when that function leaves out every table that is not row-wise.
+    # Wrong in torchrec 1.8: its callback, which divides the sums of row-wise tables, divides the columns of table-wise
+    # and column-wise ones too, whose kernels have divided already (embeddingbag.py, _create_mean_pooling_divisor).
+    # sharding/lookup/ divides what needs it. Can go when that function leaves out every table that is not row-wise.
     sharded._has_mean_pooling_callback = False
 
 
@@ -154,16 +147,14 @@ def silence_torchrec() -> Iterator[None]:
     """Hide what torchrec's planner and sharders log below ERROR; they warn about what we decide ourselves."""
     # Source: Topology.__init__ warns that "the job will fail" unless it was made by a factory that torchrec 1.6
     # lacks. Some of these warnings go to the root logger, so that its level is raised too.
-    logger = logging.getLogger("torchrec")
-    root = logging.getLogger()
-    levels = logger.level, root.level
-    logger.setLevel(logging.ERROR)
-    root.setLevel(max(root.level, logging.ERROR))
+    levels = {logger: logger.level for logger in (logging.getLogger("torchrec"), logging.getLogger())}
+    for logger, level in levels.items():
+        logger.setLevel(max(level, logging.ERROR))
     try:
         yield
     finally:
-        logger.setLevel(levels[0])
-        root.setLevel(levels[1])
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 def lookups_of(sharded: Any) -> list[nn.Module]:
@@ -197,9 +188,8 @@ def route_by_bucket(sharding: Any, buckets: dict[str, tuple[int, int]], is_seque
 
     buckets: name of a table -> its number of ids (0: any ids, by their remainder) and of buckets.
     """
-    # Upstream's input dist can do that, and its ManagedCollisionCollection lets it:
-    # torchrec/distributed/mc_modules.py. The collection makes its input dists at its first call: `create_input_dist`
-    # is hidden by one of the instance.
+    # As ManagedCollisionCollection does: torchrec/distributed/mc_modules.py. The collection makes its input dists at
+    # its first call: `create_input_dist` is hidden by one of the instance.
     # It warns at the first call that ids are above the number of rows, which they may be; LookupInputs has seen them.
     logging.getLogger("torchrec.sparse.jagged_tensor_validator").setLevel(logging.ERROR)
     feature_buckets = [buckets[table.name] for table in sharding.embedding_tables() for _ in table.feature_names]

@@ -38,10 +38,9 @@ def defer_ids_exchange(sharded: Any, group: Any = None) -> Iterator[None]:
 
     group: the process group of all ranks for the exchange of ids; None: the one of the tables.
     """
-    # Upstream starts an exchange of splits in input_dist of each module. torchrec's pipelines avoid that by replacing
-    # KJTAllToAll.forward permanently; then every call of the module, evaluation included, must go through the
-    # pipeline. So it is replaced for this call only: written into the instance's `__dict__`, which takes precedence
-    # over the class.
+    # Upstream starts an exchange of splits in input_dist of each module. torchrec's pipelines replace
+    # KJTAllToAll.forward for good; then every call of the module, evaluation included, must go through the pipeline.
+    # So it is replaced for this call only, in the instance's `__dict__`.
     # Source: KJTAllToAllForward in torchrec/distributed/train_pipeline/runtime_forwards.py.
 
     def defer() -> list[KJTAllToAll]:

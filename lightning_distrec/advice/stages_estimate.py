@@ -15,7 +15,9 @@ from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded
 from lightning_distrec.strategies.stages.chain import (
     Chain,
     StageLayout,
+    StageOptions,
     find_chain,
+    ranks_of_pipeline,
     refuse_optimizers,
     refuse_run,
     split_chain,
@@ -28,7 +30,6 @@ from lightning_distrec.strategies.stages.idle_time import (
     peak_activation_bytes,
     stage_times,
 )
-from lightning_distrec.strategies.stages.stage_options import StageOptions, ranks_of_pipeline
 from lightning_distrec.strategies.stages.step_over_chain import num_microbatches
 from lightning_distrec.units import quantity
 

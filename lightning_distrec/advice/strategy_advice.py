@@ -14,7 +14,7 @@ from lightning_distrec.advice.stages_estimate import PIPELINE, estimate_stages
 from lightning_distrec.errors import DistRecError, InfeasiblePlanError
 from lightning_distrec.option_values import as_options
 from lightning_distrec.sharding.plain_embeddings import Conversion
-from lightning_distrec.strategies.data_parallel.powersgd import PowerSGDOptions
+from lightning_distrec.strategies.data_parallel.gradient_exchange import PowerSGDOptions
 from lightning_distrec.strategies.estimates.dense_options import MAX_MEMORY_SHARE, DenseOptions
 from lightning_distrec.strategies.estimates.estimate import (
     DDP,
@@ -28,7 +28,7 @@ from lightning_distrec.strategies.estimates.estimate import (
 from lightning_distrec.strategies.estimates.module_sizes import Job, ModuleSizes, TableSize, measure_module
 from lightning_distrec.strategies.estimates.step_profile import StepProfile
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
-from lightning_distrec.strategies.stages.stage_options import StageOptions
+from lightning_distrec.strategies.stages.chain import StageOptions
 from lightning_distrec.strategies.tables.set_up_inputs import TableSettings
 from lightning_distrec.strategies.torchrec import TorchRecShardedStrategy
 from lightning_distrec.units import format_bytes, quantity

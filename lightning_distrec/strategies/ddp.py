@@ -17,12 +17,13 @@ from lightning_distrec.strategies.checkpoints.optimizer_state import StateRanks
 from lightning_distrec.strategies.data_parallel.gradient_exchange import (
     CommDtype,
     GradientExchange,
+    PowerSGD,
+    PowerSGDOptions,
     SparseGrads,
     refuse_gradients,
     refuse_powersgd,
     sparse_weights,
 )
-from lightning_distrec.strategies.data_parallel.powersgd import PowerSGD, PowerSGDOptions
 from lightning_distrec.strategies.data_parallel.replicated_layers import BroadcastSkipper, NoBroadcasts
 from lightning_distrec.strategies.estimates.dense_options import activation_budget
 from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded

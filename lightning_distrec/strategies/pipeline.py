@@ -19,7 +19,15 @@ from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded
 from lightning_distrec.strategies.run.precision import clip_over_all_ranks
 from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
-from lightning_distrec.strategies.stages.chain import refuse_optimizers, refuse_run
+from lightning_distrec.strategies.stages.chain import (
+    PipelineRanks,
+    Schedule,
+    Split,
+    StageOptions,
+    pipeline_ranks,
+    refuse_optimizers,
+    refuse_run,
+)
 from lightning_distrec.strategies.stages.idle_time import StageTimes, idle_share
 from lightning_distrec.strategies.stages.pipelined_module import PipelinedModule, StepCall
 from lightning_distrec.strategies.stages.placement import (
@@ -29,13 +37,6 @@ from lightning_distrec.strategies.stages.placement import (
     split_module,
     state_ranks,
     unsplit,
-)
-from lightning_distrec.strategies.stages.stage_options import (
-    PipelineRanks,
-    Schedule,
-    Split,
-    StageOptions,
-    pipeline_ranks,
 )
 from lightning_distrec.strategies.stages.staged_chain import StagedChain
 

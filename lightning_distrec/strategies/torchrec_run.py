@@ -26,11 +26,7 @@ from lightning_distrec.sharding.shard_access import plain_shards, without_guard
 from lightning_distrec.sharding.shard_tables import unshard_mappings
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from lightning_distrec.sharding.sharding_groups import NodeLayout, make_groups
-from lightning_distrec.strategies.data_parallel.replicated_layers import (
-    BroadcastSkipper,
-    NoBroadcasts,
-    ReplicatedLayers,
-)
+from lightning_distrec.strategies.data_parallel.replicated_layers import BroadcastSkipper, NoBroadcasts
 from lightning_distrec.strategies.fully_sharded.copies import unshard_module
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fully_sharded.fully_sharded_module import FullyShardedModule
@@ -162,8 +158,8 @@ class TorchRecRun(Run):
                 # fully_shard puts new parameters in the place of the old ones, which the optimizers still hold.
                 old_parameters = dict(module.named_parameters(remove_duplicate=False))
                 shard_module(module, fsdp, mesh, strategy.root_device, str(self.trainer.precision), consensus)
-                self.dense = FullyShardedModule(module, fsdp, consensus)
-                self.undo.callback(self.dense.teardown)
+                self.dense = sharded = FullyShardedModule(module, fsdp, consensus)
+                self.undo.callback(sharded.teardown)
                 replace_parameters(
                     tables.optimizers, old_parameters, dict(module.named_parameters(remove_duplicate=False))
                 )
@@ -192,7 +188,7 @@ class TorchRecRun(Run):
         optimizers = [*strategy.optimizers, *wrappers]  # the plugin may have replaced them
         if self.is_fitting:
             tables.connect_zero_grad(strategy.optimizers, wrappers)
-        if isinstance(self.dense, ReplicatedLayers):
+        if not isinstance(self.dense, FullyShardedModule):
             move_optimizers_to_device([*strategy.optimizers, *tables.own_optimizers], strategy.root_device)
         elif self.is_fitting:
             self.buffers = self.dense.begin_training(optimizers, consensus)

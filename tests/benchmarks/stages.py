@@ -21,7 +21,7 @@ from lightning_distrec import PipelineParallelStrategy, StageSchedule, TunedDDPS
 from lightning_distrec.advice.strategy_advice import ChosenOptions, advise
 from lightning_distrec.strategies.estimates.module_sizes import Job
 from lightning_distrec.strategies.estimates.step_profile import StepProfile, profile_step
-from lightning_distrec.strategies.stages.stage_options import StageOptions
+from lightning_distrec.strategies.stages.chain import StageOptions
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
 from tests.support.trainers import DEFAULTS
 

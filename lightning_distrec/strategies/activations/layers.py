@@ -47,7 +47,10 @@ def target_bytes(option: ActivationCheckpointing) -> int | None:
 
 
 def named_layers(module: nn.Module, names: Sequence[str], option: str) -> dict[str, nn.Module]:
-    """Return path -> submodule of those whose path or class is named. Raises ConfigError: there is none of a name."""
+    """Return path -> submodule of those whose path or class is named.
+
+    Raises ConfigError: there is none of a name, or it has no forward.
+    """
     submodules = {path: submodule for path, submodule in module.named_modules() if path}
     classes = {class_name(submodule) for submodule in submodules.values()}
     for name in names:
@@ -55,7 +58,14 @@ def named_layers(module: nn.Module, names: Sequence[str], option: str) -> dict[s
             near = get_close_matches(name, [*classes, *submodules], n=3)
             hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
             raise ConfigError(f"{option}: the module has no '{name}', neither as a class nor as a path.{hint}")
-    return {path: layer for path, layer in submodules.items() if path in names or class_name(layer) in names}
+    layers = {path: layer for path, layer in submodules.items() if path in names or class_name(layer) in names}
+    for path, layer in layers.items():
+        if not can_be_called(layer):
+            raise ConfigError(
+                f"{option}: '{path}' is a {class_name(layer)}, which is never called itself. Name the class of its "
+                "submodules."
+            )
+    return layers
 
 
 def class_name(module: nn.Module) -> str:
@@ -95,12 +105,7 @@ def checkpointed_layers(
                 f"{OPTION}={option!r}: the module has no layers of parts that repeat, like a transformer's. Name the "
                 f"layers, {OPTION}=[...]."
             )
-    for path, layer in layers.items():
-        if not can_be_called(layer):
-            raise ConfigError(
-                f"{OPTION}: '{path}' is a {class_name(layer)}, which is never called itself. Name the class of its "
-                "submodules."
-            )
+    for path in layers:
         if inner := next((p for p in layers if p.startswith(f"{path}.")), None):
             raise ConfigError(f"{OPTION}: '{inner}' is inside of '{path}', which recomputes it already. Name one.")
         if inner := next((p for p in blocks or () if p.startswith(f"{path}.")), None):

@@ -27,13 +27,19 @@ _NO_CONTEXT = nullcontext()
 
 
 class ReplicatedLayers:
-    """In the place of a FullyShardedModule: nothing is to be done around layers that DDP averages."""
+    """Does nothing around steps of layers that DDP averages; FullyShardedModule does something."""
 
     def step(self) -> AbstractContextManager[None]:
-        """Do nothing around a step, its backward, and backwards whose gradients accumulate."""
+        """Do nothing around a step."""
         return _NO_CONTEXT
 
-    backward = no_sync = step
+    def backward(self) -> AbstractContextManager[None]:
+        """Do nothing around a backward."""
+        return _NO_CONTEXT
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Do nothing around backwards whose gradients accumulate."""
+        return _NO_CONTEXT
 
     def optimizer_step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Do nothing around an optimizer's step."""

@@ -14,8 +14,7 @@ from lightning_distrec.strategies.activations.layers import (
     checkpointed_layers,
     repeated_layers,
 )
-from lightning_distrec.strategies.data_parallel.gradient_exchange import CommDtype
-from lightning_distrec.strategies.data_parallel.powersgd import PowerSGDOptions
+from lightning_distrec.strategies.data_parallel.gradient_exchange import CommDtype, PowerSGDOptions
 from lightning_distrec.strategies.fully_sharded.blocks import choose_blocks
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.run.strategy import DistRecStrategy

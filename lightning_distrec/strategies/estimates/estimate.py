@@ -11,7 +11,7 @@ import torch
 
 from lightning_distrec.errors import DistRecError
 from lightning_distrec.strategies.activations.layers import ActivationCheckpointing, target_bytes
-from lightning_distrec.strategies.data_parallel.powersgd import sent_numbers
+from lightning_distrec.strategies.data_parallel.gradient_exchange import sent_numbers
 from lightning_distrec.strategies.estimates.dense_options import MAX_MEMORY_SHARE, DenseOptions
 from lightning_distrec.strategies.estimates.module_sizes import Job, ModuleSizes, ParameterSize
 from lightning_distrec.strategies.estimates.step_profile import StepProfile

@@ -31,9 +31,6 @@ def choose_blocks(module: nn.Module, wrap: Wrap, min_num_parameters: int) -> lis
         return list(_auto_blocks(module, min_num_parameters, holders))
     blocks = named_layers(module, wrap, "wrap")
     for path, block in blocks.items():
-        if not can_be_called(block):
-            kind = type(block).__name__
-            raise ConfigError(f"wrap: '{path}' is a {kind}, which is never called itself. Name its submodules' class.")
         if not _shares_no_parameters(block, holders):
             raise ConfigError(f"wrap: '{path}' shares a weight with another submodule. Name one that contains both.")
     return [block for _, block in sorted(blocks.items(), key=lambda item: -item[0].count("."))]

@@ -22,13 +22,17 @@ from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import UnsupportedError
 from lightning_distrec.optimizers.step_hooks import uniform_groups
 from lightning_distrec.strategies.activations.layers import CheckpointedLayers
-from lightning_distrec.strategies.data_parallel.replicated_layers import BroadcastSkipper, BufferBroadcaster
+from lightning_distrec.strategies.data_parallel.replicated_layers import (
+    BroadcastSkipper,
+    BufferBroadcaster,
+    ReplicatedLayers,
+)
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fully_sharded.shard_blocks import modules_in_step
 from lightning_distrec.strategies.fully_sharded.shards import draw_full, fsdp_modules, zero_unreduced_too
 
 
-class FullyShardedModule:
+class FullyShardedModule(ReplicatedLayers):
     """Runs the steps of a sharded module during one run. The module stays sharded between runs."""
 
     def __init__(self, module: nn.Module, options: FSDPOptions, consensus: Consensus) -> None:

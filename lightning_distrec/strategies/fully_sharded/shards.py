@@ -44,11 +44,6 @@ def drop_unfinished_step(module: nn.Module) -> None:
             drop_unreduced_gradient(unsharded)
 
 
-def full_value(value: Any) -> Any:
-    """Collective for a DTensor, a norm of sharded weights for example. Return it as a full tensor."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
 def refuse_sharded(module: nn.Module, strategy: str) -> None:
     """Raise ConfigError: an earlier run has sharded the module's parameters."""
     for name, parameter in module.named_parameters():

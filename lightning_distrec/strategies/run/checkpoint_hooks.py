@@ -7,6 +7,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -16,7 +18,6 @@ from lightning_distrec.host_memory import free_host_bytes
 from lightning_distrec.ranks import Ranks
 from lightning_distrec.strategies.checkpoints.checkpoint_io import is_elsewhere
 from lightning_distrec.strategies.checkpoints.positions import update_in_resumed_epoch
-from lightning_distrec.strategies.fully_sharded.shards import full_value, reshard
 from lightning_distrec.strategies.run.launched_ranks import refuse_half_checkpoint
 from lightning_distrec.strategies.run.process_runs import PROCESS
 from lightning_distrec.strategies.run.run import Session
@@ -84,7 +85,9 @@ class CheckpointHooks(DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Collective. Return the module's state as checkpoints hold it: tables in shards; see `full_state_dict`."""
         # An evaluation may have left parameters gathered, whose values are not the shards'.
-        reshard(self.module)
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
         if self._session is None:
             return super().lightning_module_state_dict()
         checkpoints = self.session.checkpoints
@@ -177,6 +180,11 @@ class CheckpointHooks(DDPStrategy):
             super().remove_checkpoint(filepath)
         else:
             self.session.checkpoints.remove(filepath)
+
+
+def full_value(value: Any) -> Any:
+    """Collective for a DTensor, a norm of sharded weights for example. Return it as a full tensor."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def check_call(name: str, rows: Rows, parameters: Mapping[str, Any], ranks: Ranks) -> None:

@@ -17,7 +17,6 @@ from lightning_distrec.strategies.data_parallel.replicated_layers import (
     NoBroadcasts,
     ReplicatedLayers,
 )
-from lightning_distrec.strategies.fully_sharded.fully_sharded_module import FullyShardedModule
 from lightning_distrec.strategies.run.stopping import StopHandler
 
 
@@ -56,7 +55,7 @@ class Run:
     module: LightningModule
     session: Session
     stopping: StopHandler
-    dense: FullyShardedModule | ReplicatedLayers = field(default_factory=ReplicatedLayers)
+    dense: ReplicatedLayers = field(default_factory=ReplicatedLayers)
     """The layers without tables; replicated until setup has sharded them."""
     buffers: BroadcastSkipper | NoBroadcasts = field(default_factory=NoBroadcasts)
     """Decides before each training step whether rank 0's buffers are broadcast."""

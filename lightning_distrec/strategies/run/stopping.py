@@ -48,13 +48,6 @@ class StopOptions:
         check_choice("stopping: resume", self.resume, ("auto", "never"))
         run_name(self.run_name)
 
-    def apply(self, environment: object) -> None:
-        """Let Lightning handle the signal, which it does under Slurm only; a user's plugin stays as it is."""
-        # Lightning reads both attributes from the environment when it installs its handlers.
-        if isinstance(environment, SlurmRanks):
-            environment.auto_requeue = self.auto_requeue
-            environment.requeue_signal = signal.Signals[self.requeue_signal]
-
 
 class StopHandler:
     """Replaces Lightning's signal handlers, and its broadcast of a stop flag in every step, until `undo`.
@@ -71,7 +64,11 @@ class StopHandler:
         self._flags.reset()
         self._message: PendingMin | None = None
         self._num_exchanges = 0
-        options.apply(trainer.strategy.cluster_environment)  # type: ignore[attr-defined]
+        environment = trainer.strategy.cluster_environment  # type: ignore[attr-defined]
+        # Lightning reads both attributes when it installs its handlers, under Slurm only; a user's plugin stays.
+        if isinstance(environment, SlurmRanks):
+            environment.auto_requeue = options.auto_requeue
+            environment.requeue_signal = signal.Signals[options.requeue_signal]
         self._patches = stop_between_steps(trainer, self._record, self._leave)
 
     def undo(self, has_failed: bool) -> None:

@@ -33,8 +33,7 @@ from lightning_distrec.prefetch.even_batches import UnevenInputs, even
 from lightning_distrec.strategies.checkpoints.checkpoint_io import refuse_checkpoint_io
 from lightning_distrec.strategies.checkpoints.job_fit import FIT_NUMBERS, JobFit, run_name
 from lightning_distrec.strategies.checkpoints.resuming import Resuming
-from lightning_distrec.strategies.fully_sharded.shards import full_value
-from lightning_distrec.strategies.run.checkpoint_hooks import CheckpointHooks
+from lightning_distrec.strategies.run.checkpoint_hooks import CheckpointHooks, full_value
 from lightning_distrec.strategies.run.launched_ranks import (
     connect_ranks,
     fork_launcher,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from lightning_distrec._compat.torch_distributed import Action, pipeline_order
 from lightning_distrec.strategies.estimates.block_profile import ChainTimes
-from lightning_distrec.strategies.stages.stage_options import Schedule
+from lightning_distrec.strategies.stages.chain import Schedule
 
 HOST_SECONDS = 0.0003
 """What a rank on a CPU spends between two actions: torch's schedule, and a send and a receive by gloo. Measured by the

@@ -12,8 +12,8 @@ from torch import Tensor
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import DataError, UnsupportedError
 from lightning_distrec.strategies.stages.absent_tensors import WAY_OUT, is_absent
+from lightning_distrec.strategies.stages.chain import StageOptions
 from lightning_distrec.strategies.stages.placement import present_parameters
-from lightning_distrec.strategies.stages.stage_options import StageOptions
 from lightning_distrec.strategies.stages.staged_chain import (
     ComputeLoss,
     GradientsAside,

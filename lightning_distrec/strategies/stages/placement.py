@@ -19,8 +19,7 @@ from lightning_distrec.strategies.checkpoints.optimizer_state import StateRanks
 from lightning_distrec.strategies.fully_sharded.shard_blocks import materialize
 from lightning_distrec.strategies.fully_sharded.shards import full_or_meta, swap_parameters
 from lightning_distrec.strategies.stages.absent_tensors import AbsentTensor, absent_parameter
-from lightning_distrec.strategies.stages.chain import StageLayout, split_chain
-from lightning_distrec.strategies.stages.stage_options import PipelineRanks, StageOptions
+from lightning_distrec.strategies.stages.chain import PipelineRanks, StageLayout, StageOptions, split_chain
 from lightning_distrec.units import format_bytes
 
 _split_as: "WeakKeyDictionary[nn.Module, tuple[StageOptions, StageLayout]]" = WeakKeyDictionary()

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from lightning_distrec import spans
-from lightning_distrec.strategies.stages.chain import StageLayout
-from lightning_distrec.strategies.stages.stage_options import PipelineRanks, Schedule
+from lightning_distrec.strategies.stages.chain import PipelineRanks, Schedule, StageLayout
 
 Receives = dict[tuple[bool, int], list[Any]]
 """Whether it is a gradient, and the micro-batch's number -> the operations."""

@@ -14,7 +14,7 @@ from lightning_distrec.advice.strategy_advice import ChosenOptions, advise
 from lightning_distrec.callbacks.stage_schedule import Work
 from lightning_distrec.strategies.estimates.module_sizes import Job
 from lightning_distrec.strategies.estimates.step_profile import profile_step
-from lightning_distrec.strategies.stages.stage_options import StageOptions
+from lightning_distrec.strategies.stages.chain import StageOptions
 from tests.support.embedding_models import loader
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.trainers import DEFAULTS

@@ -230,5 +230,5 @@ def test_what_the_option_cannot_be() -> None:
     for strategy in (TunedDDPStrategy, TunedFSDPStrategy):
         with pytest.raises(ConfigError, match=r"activation_checkpointing='Layer': must be .* a list .*\['Layer'\]"):
             strategy(activation_checkpointing="Layer")
-    with pytest.raises(ConfigError, match="fsdp: {activation_checkpointing: auto}: tables are planned into the same"):
+    with pytest.raises(ConfigError, match="fsdp: {activation_checkpointing: auto}: tables are planned before a step"):
         TorchRecShardedStrategy(dense="fsdp", fsdp={"activation_checkpointing": "auto"})

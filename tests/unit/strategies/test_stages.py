@@ -8,9 +8,8 @@ from torch import nn
 
 from lightning_distrec.errors import ConfigError, UnsupportedError
 from lightning_distrec.strategies.stages.absent_tensors import absent_parameter, is_absent
-from lightning_distrec.strategies.stages.chain import balance_stages, find_chain, split_chain
+from lightning_distrec.strategies.stages.chain import StageOptions, balance_stages, find_chain, split_chain
 from lightning_distrec.strategies.stages.placement import describe_layout
-from lightning_distrec.strategies.stages.stage_options import StageOptions
 from lightning_distrec.strategies.stages.step_over_chain import enter_chain, leave_chain, num_microbatches, split_batch
 from tests.support.chain_models import Sequence, Transformer
 from tests.support.dense_models import WithBatchNorm
