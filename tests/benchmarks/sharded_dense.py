@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_distrec import TunedFSDPStrategy
-from lightning_distrec.strategies.fully_sharded.blocks import choose_blocks
+from lightning_distrec.strategies.fully_sharded.shard_blocks import choose_blocks
 from tests.benchmarks.dense import BATCH, MODULES, STEPS, UNCOUNTED, WIDTH, Clock, Regression
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
 from tests.support.trainers import DEFAULTS

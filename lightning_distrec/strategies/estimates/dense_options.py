@@ -15,8 +15,8 @@ from lightning_distrec.strategies.activations.layers import (
     repeated_layers,
 )
 from lightning_distrec.strategies.data_parallel.gradient_exchange import CommDtype, PowerSGDOptions
-from lightning_distrec.strategies.fully_sharded.blocks import choose_blocks
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
+from lightning_distrec.strategies.fully_sharded.shard_blocks import choose_blocks
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
 
 MAX_MEMORY_SHARE = 0.8

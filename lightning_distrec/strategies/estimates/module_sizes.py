@@ -19,8 +19,8 @@ from lightning_distrec.optimizers.translation import UNKNOWN_TENSORS, keeps_stat
 from lightning_distrec.sharding.plain_embeddings import Conversion
 from lightning_distrec.sharding.tables import Table, find_tables
 from lightning_distrec.strategies.estimates.dense_options import DenseOptions
-from lightning_distrec.strategies.fully_sharded.blocks import choose_blocks, choose_replicated, refuse_module
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
+from lightning_distrec.strategies.fully_sharded.shard_blocks import choose_blocks, choose_replicated, refuse_module
 from lightning_distrec.units import describe_error, shortened
 
 

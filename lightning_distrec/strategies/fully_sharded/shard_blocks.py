@@ -1,35 +1,137 @@
-"""Shards a module's parameters over the ranks, block by block, by torch's fully_shard (FSDP2)."""
+"""Shards a module's parameters over the ranks, block by block, by torch's fully_shard (FSDP2); which are blocks."""
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_utilities.core.apply_func import apply_to_collection
+from rich.filesize import decimal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
 
 from lightning_distrec._compat.lightning import set_device_and_mesh
 from lightning_distrec._compat.torch import apply_to_tensors, broadcast_module_states, is_view
 from lightning_distrec.checkpoint.lazy_tensors import materialized_as
 from lightning_distrec.cluster.consensus import Consensus
-from lightning_distrec.errors import ConfigError
-from lightning_distrec.strategies.activations.layers import checkpointed_layers
-from lightning_distrec.strategies.fully_sharded.blocks import (
-    choose_blocks,
-    choose_replicated,
-    log_replicated,
-    refuse_mixed_dtypes,
-    refuse_module,
+from lightning_distrec.errors import ConfigError, UnsupportedError
+from lightning_distrec.strategies.activations.layers import (
+    INDIVISIBLE,
+    can_be_called,
+    checkpointed_layers,
+    named_layers,
+    signature,
 )
+from lightning_distrec.strategies.data_parallel.gradient_exchange import sparse_weights
 from lightning_distrec.strategies.fully_sharded.copies import STEPS, allow_deepcopy, gather_in_steps, guard
 from lightning_distrec.strategies.fully_sharded.fsdp_options import Dtypes, FSDPOptions, choose_dtypes
 from lightning_distrec.strategies.fully_sharded.shards import reshard
+
+Wrap = Literal["auto"] | Sequence[str]
+LARGE_BYTES = 2**20
+"""Minimum size of replicated parameters that the log reports."""
+
+
+def choose_blocks(module: nn.Module, wrap: Wrap, min_num_parameters: int) -> list[nn.Module]:
+    """Return the blocks of a module, nested ones before those that contain them.
+
+    wrap: "auto": submodules of at least min_num_parameters that either repeat (siblings of one class and shapes, as the
+    layers of a transformer) or are single layers; or names of classes, and paths in the module.
+    Raises ConfigError: there is no such class or path, or it shares a weight with the rest of the module.
+    """
+    holders = _holders(module)
+    if wrap == "auto":
+        return list(_auto_blocks(module, min_num_parameters, holders))
+    blocks = named_layers(module, wrap, "wrap")
+    for path, block in blocks.items():
+        if not _shares_no_parameters(block, holders):
+            raise ConfigError(f"wrap: '{path}' shares a weight with another submodule. Name one that contains both.")
+    return [block for _, block in sorted(blocks.items(), key=lambda item: -item[0].count("."))]
+
+
+def _auto_blocks(module: nn.Module, min_num_parameters: int, holders: dict[int, set[int]]) -> Iterator[nn.Module]:
+    siblings = Counter(signature(child) for child in module.children())
+    for child in dict.fromkeys(module.children()):
+        if isinstance(child, FSDPModule) or sum(p.numel() for p in child.parameters()) < min_num_parameters:
+            continue
+        is_layer = isinstance(child, INDIVISIBLE) or not any(True for _ in child.children())
+        is_block = is_layer or siblings[signature(child)] > 1
+        if is_block and can_be_called(child) and _shares_no_parameters(child, holders):
+            yield child
+        elif not isinstance(child, INDIVISIBLE):
+            yield from _auto_blocks(child, min_num_parameters, holders)
+
+
+def _holders(module: nn.Module) -> dict[int, set[int]]:
+    """Return parameter's id -> ids of the modules that hold it directly; several where it is shared."""
+    holders: dict[int, set[int]] = {}
+    for submodule in module.modules():
+        for parameter in submodule.parameters(recurse=False):
+            holders.setdefault(id(parameter), set()).add(id(submodule))
+    return holders
+
+
+def _shares_no_parameters(module: nn.Module, holders: dict[int, set[int]]) -> bool:
+    """Whether nothing outside of a module holds its parameters too."""
+    inside = {id(submodule) for submodule in module.modules()}
+    return all(holders[id(parameter)] <= inside for parameter in module.parameters())
+
+
+def choose_replicated(module: nn.Module, blocks: Iterable[nn.Module], automatic: bool) -> dict[str, nn.Parameter]:
+    """Return name -> parameter of those that fully_shard leaves out."""
+    # These are scalars, which it refuses, and in manual optimization what is in no block: several backwards may run
+    # in one step there, and the first would free it.
+    in_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
+    return {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if not parameter.dim() or (not automatic and id(parameter) not in in_blocks)
+    }
+
+
+def refuse_lazy(module: nn.Module) -> None:
+    """Raise ConfigError: a parameter has no shape yet."""
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise ConfigError(
+                f"'{name}' has no shape before the first forward (a lazy module). Run one batch through the module "
+                "before fit, in configure_model for example, or give the layer its size."
+            )
+
+
+def refuse_module(module: nn.Module) -> None:
+    """Raise ConfigError: a parameter has no shape yet. Raise UnsupportedError: gradients are sparse."""
+    refuse_lazy(module)
+    if sparse := list(sparse_weights(module).values()):
+        raise UnsupportedError(
+            f"'{sparse[0]}' has sparse gradients, which FSDP2 does not reduce. Use strategy='torchrec_sharded', which "
+            "shards it and updates only the rows that were looked up, or sparse=False for it."
+        )
+
+
+def refuse_mixed_dtypes(module: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Raise UnsupportedError: parameters that are gathered as one have several types."""
+    paths = {id(submodule): path for path, submodule in module.named_modules()}
+    in_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
+    outside = [(name, p) for name, p in module.named_parameters() if id(p) not in in_blocks]
+    groups = [(paths[id(block)], list(block.named_parameters())) for block in blocks]
+    for path, parameters in [*groups, ("parameters outside of blocks", outside)]:
+        names_by_dtype = {parameter.dtype: name for name, parameter in parameters if parameter.is_floating_point()}
+        if len(names_by_dtype) > 1:
+            named = ", ".join(f"'{name}' ({dtype})" for dtype, name in names_by_dtype.items()).replace("torch.", "")
+            raise UnsupportedError(
+                f"{path}: {named} are of several types, and FSDP2 gathers one type at a time. Name blocks with one "
+                "type each, wrap=[...], or convert the parameters."
+            )
+
 
 modules_in_step: "WeakSet[nn.Module]" = WeakSet()
 """Fully sharded modules of which the strategy runs a step now."""
@@ -61,7 +163,9 @@ def shard_module(
     else:
         blocks = consensus.all_or_none("setup", lambda: _choose_blocks(module, options))
         replicated = choose_replicated(module, blocks, module.automatic_optimization)
-        log_replicated(replicated)
+        if large := {name: p.nbytes for name, p in replicated.items() if p.nbytes >= LARGE_BYTES}:
+            size = decimal(sum(large.values()))
+            rank_zero_info(f"fsdp_tuned: {', '.join(large)} ({size}) are replicated: name their modules in wrap.")
         _shard(module, blocks, set(replicated.values()), mesh, device, settings)
         gather_in_steps(module, [step for step in STEPS if is_overridden(step, module)])
         guard(module)

@@ -22,7 +22,7 @@ from lightning_distrec.errors import ConfigError, OptimizerError, UnsupportedErr
 from lightning_distrec.optimizers.zero_partition import KNOWN, updates_by_parameter
 from lightning_distrec.option_values import check_choice
 from lightning_distrec.strategies.data_parallel.gradient_exchange import sparse_weights
-from lightning_distrec.strategies.fully_sharded.blocks import refuse_lazy
+from lightning_distrec.strategies.fully_sharded.shard_blocks import refuse_lazy
 from lightning_distrec.strategies.fully_sharded.shards import refuse_stale
 
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b"]

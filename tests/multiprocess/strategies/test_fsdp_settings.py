@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from lightning_distrec import TunedFSDPStrategy
 from lightning_distrec.errors import ConfigError, UnsupportedError
-from lightning_distrec.strategies.fully_sharded.blocks import choose_blocks
 from lightning_distrec.strategies.fully_sharded.fsdp_options import num_replicas
+from lightning_distrec.strategies.fully_sharded.shard_blocks import choose_blocks
 from tests.support.dense_models import WIDTH, BareAndTied, Layers, Numbers, Recording, WithEmbedding, loader
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.trainers import DEFAULTS
