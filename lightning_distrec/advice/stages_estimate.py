@@ -30,7 +30,6 @@ from lightning_distrec.strategies.stages.idle_time import (
     peak_activation_bytes,
     stage_times,
 )
-from lightning_distrec.strategies.stages.step_over_chain import num_microbatches
 from lightning_distrec.units import quantity
 
 PIPELINE = "pipeline_parallel"
@@ -141,11 +140,7 @@ class _Pipeline:
         return self.job.num_ranks // self.num_ranks
 
     def num_microbatches(self) -> int:
-        def fits(num: int) -> bool:  # as StagedChain has it
-            return self.options.stages_per_rank == 1 or num % max(1, num // self.num_ranks) == 0
-
-        microbatches = self.options.microbatches
-        return num_microbatches(self.profile.batch_size or microbatches, microbatches, fits)
+        return self.options.num_parts(self.profile.batch_size or self.options.microbatches, self.num_ranks)
 
     def idle_share(self, num: int, device_type: str) -> tuple[float, str]:
         """Return the share of a step in which ranks idle, and what it was computed from."""

@@ -122,12 +122,6 @@ class TunedFSDPStrategy(DistRecStrategy[Run]):
         run.session.checkpoints.begin(tables=None)
 
     @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        # On the host, by the control group: upstream's all-reduce would wait for a GPU's queue.
-        decisions = self.session.consensus.all_gather(bool(decision))
-        return False not in decisions if all else True in decisions
-
-    @override
     def put_weights_back(self, full: dict[str, Tensor]) -> None:
         unshard_module(self.module, full)
 

@@ -59,6 +59,13 @@ class StageOptions:
                 f"stages={self.stages}: must be at least 2, and a multiple of stages_per_rank={self.stages_per_rank}."
             )
 
+    def num_parts(self, batch_size: int, num_ranks: int) -> int:
+        """Return the largest number of equal micro-batches of a batch that a pipeline of `num_ranks` takes."""
+        # Equal parts: the mean of their losses is then the mean over all examples. With several stages on a rank a
+        # round has as many as ranks. Source: torch's ScheduleInterleaved1F1B.
+        numbers = [n for n in range(1, min(self.microbatches, batch_size) + 1) if batch_size % n == 0]
+        return max(n for n in numbers if self.stages_per_rank == 1 or n % max(1, n // num_ranks) == 0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineRanks:

@@ -28,7 +28,6 @@ from lightning_distrec.strategies.stages.step_over_chain import (
     batch_size_of,
     enter_chain,
     leave_chain,
-    num_microbatches,
     split_batch,
     tensors_in,
 )
@@ -106,7 +105,7 @@ class PipelinedModule:
     def _compute_batch(self, call: StepCall) -> tuple[Any, dict[str, Any]]:
         """Compute the loss of the whole batch, once all of its micro-batches have been through the chain."""
         entry = self._enter([call])[0]
-        num = self._num_microbatches(len(entry.value))
+        num = self._options.num_parts(len(entry.value), self._ranks.num_ranks)
         outputs: list[Tensor] = []
         gradients: list[Tensor] = []
         outcome = StepOutcome()
@@ -128,7 +127,7 @@ class PipelinedModule:
 
     def _compute_microbatches(self, call: StepCall) -> tuple[Any, dict[str, Any]]:
         """Compute the loss of each micro-batch as soon as it has been through the chain."""
-        num = self._num_microbatches(batch_size_of(call.batch))
+        num = self._options.num_parts(batch_size_of(call.batch), self._ranks.num_ranks)
         calls = [replace(call, batch=part) for part in split_batch(call.batch, num)]
         # Only the first batch is compared: comparing runs the user's step once more.
         is_first = call.name not in self._entered
@@ -217,7 +216,8 @@ class PipelinedModule:
         """Collective. Run a step without backward. Every rank returns, and logs, what the last stage does."""
         self._begin(call)
         entry = self._enter([call])[0]
-        arguments = self._split_arguments(entry, self._num_microbatches(len(entry.value)), call)
+        num = self._options.num_parts(len(entry.value), self._ranks.num_ranks)
+        arguments = self._split_arguments(entry, num, call)
         with self._draws.seeded(-1 - self._ranks.rank):
             outputs = self._staged.compute(entry.value, arguments, None)
         outcome = StepOutcome()
@@ -248,9 +248,6 @@ class PipelinedModule:
                     f"{call.name}: the ranks of a pipeline have different batches. Let the Trainer make the sampler, "
                     "or give yours num_replicas and rank of trainer.distributed_sampler_kwargs."
                 )
-
-    def _num_microbatches(self, batch_size: int) -> int:
-        return num_microbatches(batch_size, self._options.microbatches, self._staged.fits)
 
     def _enter(self, calls: Sequence[StepCall]) -> list[Entry]:
         """Run the user's step up to the chain; in the first step all ranks raise what one raises."""

@@ -41,15 +41,17 @@ class SpannedStage(PipelineStage):
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         """Return the receives of a micro-batch's input."""
         # NCCL's receives wait on the GPU, in the order in which they are made: torch's own order is right for them.
-        if self.device.type != "cpu":
-            return super().get_fwd_recv_ops(fwd_chunk_id)
-        return self._posted_receives().pop((False, fwd_chunk_id))
+        is_posted = self.device.type == "cpu"
+        return (
+            self._posted_receives().pop((False, fwd_chunk_id)) if is_posted else super().get_fwd_recv_ops(fwd_chunk_id)
+        )
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
         """Return the receives of the gradient of a micro-batch's output."""
-        if self.device.type != "cpu":
-            return super().get_bwd_recv_ops(bwd_chunk_id)
-        return self._posted_receives().pop((True, bwd_chunk_id))
+        is_posted = self.device.type == "cpu"
+        return (
+            self._posted_receives().pop((True, bwd_chunk_id)) if is_posted else super().get_bwd_recv_ops(bwd_chunk_id)
+        )
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
         """Return the sends of a micro-batch's output."""
@@ -136,10 +138,6 @@ class StagedChain:
         self._schedules: dict[Any, tuple[Any, list[SpannedStage]]] = {}
         self._compute_loss: ComputeLoss | None = None
         self._infers_shapes = False
-
-    def fits(self, num: int) -> bool:
-        """Whether the schedule takes this number of micro-batches. Source: torch's ScheduleInterleaved1F1B."""
-        return len(self.blocks) == 1 or num % max(1, num // self.ranks.num_ranks) == 0
 
     def compute(self, value: Tensor, arguments: Sequence[Arguments], compute_loss: ComputeLoss | None) -> list[Tensor]:
         """Collective among the ranks of a pipeline. Compute the chain, and its backward if there is a loss.

@@ -152,12 +152,6 @@ def tensors_in(value: Any) -> list[Tensor]:
     return tensors
 
 
-def num_microbatches(batch_size: int, limit: int, fits: Callable[[int], bool] = lambda _: True) -> int:
-    """Return the largest number of equal parts of a batch, up to a limit. fits: whether a schedule takes a number."""
-    # Equal parts: the mean of their losses is then the mean over all examples.
-    return max(n for n in range(1, min(limit, batch_size) + 1) if batch_size % n == 0 and (n == 1 or fits(n)))
-
-
 def batch_size_of(batch: Any) -> int:
     """Return the number of examples in a batch: the length of its first tensor. 0: it has no tensor."""
     first = next(iter(tensors_in(batch)), None)

@@ -10,7 +10,7 @@ from lightning_distrec.errors import ConfigError, UnsupportedError
 from lightning_distrec.strategies.stages.absent_tensors import absent_parameter, is_absent
 from lightning_distrec.strategies.stages.chain import StageOptions, balance_stages, find_chain, split_chain
 from lightning_distrec.strategies.stages.placement import describe_layout
-from lightning_distrec.strategies.stages.step_over_chain import enter_chain, leave_chain, num_microbatches, split_batch
+from lightning_distrec.strategies.stages.step_over_chain import enter_chain, leave_chain, split_batch
 from tests.support.chain_models import Sequence, Transformer
 from tests.support.dense_models import WithBatchNorm
 
@@ -131,9 +131,9 @@ def test_what_is_computed_from_absent_weights_is_absent_and_cannot_be_read() -> 
 
 
 def test_a_batch_is_divided_into_equal_parts() -> None:
-    assert [num_microbatches(size, 4) for size in (8, 6, 7, 2, 1)] == [4, 3, 1, 2, 1]
-    interleaved = [num_microbatches(size, 8, lambda num: num % max(1, num // 2) == 0) for size in (8, 10, 7, 5)]
-    assert interleaved == [8, 2, 1, 1]
+    assert [StageOptions(microbatches=4).num_parts(size, 2) for size in (8, 6, 7, 2, 1)] == [4, 3, 1, 2, 1]
+    interleaved = StageOptions(microbatches=8, schedule="interleaved_1f1b", stages_per_rank=2)
+    assert [interleaved.num_parts(size, 2) for size in (8, 10, 7, 5)] == [8, 2, 1, 1]
     parts = split_batch({"x": torch.arange(4), "names": 3}, 2)
     assert [part["x"].tolist() for part in parts] == [[0, 1], [2, 3]]
     with pytest.raises(UnsupportedError, match=r"a tensor of shape \(3,\) next to 4 examples"):
