@@ -118,7 +118,7 @@ def _bytes(options: dict[str, Any]) -> float:
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "powersgd: 'table' has sparse gradients": (WithEmbedding, {}, {}),
-    "powersgd with Trainer.precision='16-mixed'.: a step whose gradients overflow": (
+    "powersgd with Trainer.precision='16-mixed'.: what the compression leaves over": (
         Wide,
         {},
         {"plugins": pl.plugins.MixedPrecision("16-mixed", "cpu")},
