@@ -114,7 +114,11 @@ class ScaledLearningRate(Stoppable):
         steps = sum(scaled.steps for scaled in self._scaled)
         stepped, self._steps_seen = steps != self._steps_seen, steps  # False while gradients accumulate
         if stepped and self._log_times.due(trainer) and trainer.is_global_zero:
-            log(trainer, named_rates(self.rates))
+            named: dict[str, float] = {}
+            for index, groups in enumerate(self.rates):
+                name = "scaled_learning_rate" + (f"/optimizer_{index}" if len(self.rates) > 1 else "")
+                named |= {name + (f"/group_{n}" if len(groups) > 1 else ""): rate for n, rate in enumerate(groups)}
+            log(trainer, named)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -185,15 +189,6 @@ class ScaledSteps:
                 changed = number
         self._groups, self.is_stepping = [], False
         return changed
-
-
-def named_rates(rates: list[list[float]]) -> dict[str, float]:
-    """Return name -> rate; optimizers and groups are numbered if there are several."""
-    named: dict[str, float] = {}
-    for index, groups in enumerate(rates):
-        name = "scaled_learning_rate" + (f"/optimizer_{index}" if len(rates) > 1 else "")
-        named |= {name + (f"/group_{n}" if len(groups) > 1 else ""): rate for n, rate in enumerate(groups)}
-    return named
 
 
 def _check_have_rates(optimizers: Sequence[Any]) -> None:

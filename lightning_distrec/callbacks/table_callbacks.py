@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
@@ -56,7 +56,10 @@ class PlanLogger(Callback):
         if setup is None:
             rank_zero_warn("PlanLogger: no tables are sharded, so there is no plan. Use strategy='torchrec_sharded'.")
             return
-        image_loggers: list[Any] = [logger for logger in trainer.loggers if _accepts_images(logger)]
+        loggers: list[Any] = trainer.loggers
+        image_loggers = [
+            x for x in loggers if isinstance(x, TensorBoardLogger) or callable(getattr(x, "log_image", None))
+        ]
         folder = Path(self._path or _folder_of(trainer))
         try:
             pictures = setup.write_plan(folder, picture_files=not image_loggers)
@@ -79,10 +82,6 @@ def _folder_of(trainer: Trainer) -> str:
         if folder := logger.log_dir or logger.save_dir:
             return str(folder)
     return str(trainer.default_root_dir)
-
-
-def _accepts_images(logger: Logger) -> bool:
-    return isinstance(logger, TensorBoardLogger) or callable(getattr(logger, "log_image", None))
 
 
 def _pixels(png: bytes) -> Any:

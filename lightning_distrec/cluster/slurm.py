@@ -1,5 +1,6 @@
 """What Slurm passes to each task of a step: its rank, its node, and where rank 0 is."""
 
+import contextlib
 import itertools
 import os
 import re
@@ -86,12 +87,13 @@ def refuse_lone_script(environ: Mapping[str, str]) -> None:
 
 
 def expand_hosts(nodelist: str) -> list[str]:
-    """Return the names in a list such as `rack[1-2]n[05-07],login`.
-
-    Slurm's own scontrol expands it; where that is missing, the list is parsed here.
-    """
-    names = _scontrol("show", "hostnames", nodelist)
-    return names.split() if names else _expand(nodelist)
+    """Return the names in a list such as `rack[1-2]n[05-07],login`; a container has no scontrol that would do it."""
+    names = []
+    for word in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
+        parts = re.split(r"\[([^\]]*)\]", word)  # text and ranges in turns
+        choices = [_expand_ranges(part) if index % 2 else [part] for index, part in enumerate(parts)]
+        names += ["".join(choice) for choice in itertools.product(*choices)]
+    return names
 
 
 def expand_counts(tasks_per_node: str) -> list[int]:
@@ -167,30 +169,18 @@ def _find_address(node: str) -> str:
         socket.getaddrinfo(node, None)
         return node
     except OSError:
-        match = re.search(r"NodeAddr=(\S+)", _scontrol("show", "node", "-o", node))
+        output = ""
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            command = ["scontrol", "show", "node", "-o", node]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_SECONDS)
+            output = done.stdout
+        match = re.search(r"NodeAddr=(\S+)", output)
     if not match:
         raise ConfigError(
             f"the name of the first node, {node}, cannot be resolved, and scontrol has no address for it. Set "
             "MASTER_ADDR, for all ranks, to an address that the other nodes can reach."
         )
     return match[1]
-
-
-def _scontrol(*arguments: str) -> str:
-    try:
-        done = subprocess.run(["scontrol", *arguments], capture_output=True, text=True, timeout=SCONTROL_SECONDS)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
-
-
-def _expand(nodelist: str) -> list[str]:
-    names = []
-    for word in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
-        parts = re.split(r"\[([^\]]*)\]", word)  # text and ranges in turns
-        choices = [_expand_ranges(part) if index % 2 else [part] for index, part in enumerate(parts)]
-        names += ["".join(choice) for choice in itertools.product(*choices)]
-    return names
 
 
 def _expand_ranges(ranges: str) -> list[str]:
