@@ -12,8 +12,8 @@ import secrets
 import socket
 import socketserver
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch.distributed import Store
@@ -54,21 +54,9 @@ def listen_at(host: str, port: int, one_node: bool) -> socket.socket:
     return socket.create_server(("", port), family=family, dualstack_ipv6=dualstack, backlog=BACKLOG)
 
 
-@contextmanager
-def introduce(
-    listener: socket.socket, identity: str, store_port: int, key: JobKey, log: Callable[[str], None]
-) -> Iterator[None]:
-    """Answer to the other ranks meanwhile. log: called once for each address that asks without the key."""
-    server = _Server(listener, identity, store_port, key, log)
-    threading.Thread(target=server.serve_forever, args=(STOP_SECONDS,), daemon=True).start()
-    try:
-        yield
-    finally:
-        server.shutdown()
-        server.server_close()
+class Introduction(socketserver.ThreadingTCPServer):
+    """Answers to the other ranks, within its context. log: called once for each address that asks without the key."""
 
-
-class _Server(socketserver.ThreadingTCPServer):
     # server_close would wait for the threads of clients that are still connected.
     daemon_threads = True
 
@@ -82,6 +70,14 @@ class _Server(socketserver.ThreadingTCPServer):
         self.socket.close()
         self.socket = listener
 
+    def __enter__(self) -> "Introduction":
+        threading.Thread(target=self.serve_forever, args=(STOP_SECONDS,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
+
     def refuse(self, address: str) -> None:
         """Log that somebody asked without the key."""
         if address not in self._logged:
@@ -90,7 +86,7 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 class _Answer(socketserver.StreamRequestHandler):
-    server: _Server
+    server: Introduction
     timeout = TRY_SECONDS
 
     def handle(self) -> None:

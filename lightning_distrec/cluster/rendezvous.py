@@ -22,10 +22,10 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from lightning_distrec.cluster.introduction import (
     LOOPBACK,
     TRY_SECONDS,
+    Introduction,
     agree_on_attempt,
     answer,
     find_introduction,
-    introduce,
     listen_at,
     parse_fields,
 )
@@ -177,7 +177,7 @@ class _Meeting:
             # Detached: the store closes the descriptor itself.
             master_listen_fd=store_listener.detach(),
         )
-        with introduce(_listen_at_free_port(point), point.identity, store_port, key, self.waiting.log):
+        with Introduction(_listen_at_free_port(point), point.identity, store_port, key, self.waiting.log):
             yield PrefixStore(point.identity, server)
 
     def _find_store(self, point: MeetingPoint) -> Store:
