@@ -7,7 +7,6 @@ refuses ways to start ranks that it cannot count.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from signal import Signals
 
 from lightning.fabric.plugins.environments import (
     ClusterEnvironment,
@@ -117,9 +116,8 @@ class LaunchedRanks(ClusterEnvironment):
 class SlurmRanks(LaunchedRanks, SLURMEnvironment):
     """The tasks of one Slurm step. A SLURMEnvironment, so that Lightning sees a Slurm job (its id, its signals)."""
 
-    def __init__(self, launched: Launched, auto_requeue: bool = True, requeue_signal: Signals | None = None) -> None:
-        # Not by super(): LaunchedRanks takes other arguments.
-        SLURMEnvironment.__init__(self, auto_requeue, requeue_signal)
+    def __init__(self, launched: Launched) -> None:
+        SLURMEnvironment.__init__(self)  # not by super(): LaunchedRanks takes other arguments
         self.launched = launched
 
     # Lightning's checks look at the job's variables, and warn of steps that are smaller. `check_numbers` knows better.

@@ -169,10 +169,6 @@ class DecayedAUC(Metric):
     `update(preds, labels)`: probabilities, or log-odds with from_logits; labels 0 or 1. Scores are counted in bins of
     equal width in log-odds, from -16 to 16, two float64 numbers each; `error_bound()` gives the largest difference that
     they cause. NaN without both labels. Over ranks it is that of one process whose batches are those of all ranks.
-
-    Args:
-        half_life: number of updates after which an example counts half.
-        bins: number of bins. from_logits: whether predictions are log-odds.
     """
 
     full_state_update = True  # forward would add states otherwise, without decay

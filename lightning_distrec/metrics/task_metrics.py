@@ -1,5 +1,6 @@
 """The same metrics for each task of a multi-task model."""
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -60,19 +61,16 @@ class TaskMetrics(nn.Module):
 
     def by_name(self) -> dict[str, Metric]:
         """Return task/metric -> the metric, for `self.log_dict`."""
-        return {
-            name: metric
-            for collection in self.tasks.values()
-            for name, metric in collection.items(keep_base=False, copy_state=False)
-        }
+        items = (collection.items(keep_base=False, copy_state=False) for collection in self.tasks.values())
+        return dict(itertools.chain.from_iterable(items))
 
     def _by_task(self, argument: str, values: Mapping[str, Tensor] | Tensor) -> Mapping[str, Tensor]:
         names: Sequence[str] = list(self.tasks)
         if isinstance(values, Tensor):
             if values.ndim != 2 or values.shape[1] != len(names):
+                shape = tuple(values.shape)
                 raise ConfigError(
-                    f"TaskMetrics: {argument} {tuple(values.shape)} must be (examples, {len(names)}), a column "
-                    f"for each of {names}."
+                    f"TaskMetrics: {argument} {shape} must be (examples, {len(names)}), one column for each of {names}."
                 )
             return dict(zip(names, values.unbind(1), strict=True))
         if set(values) != set(names):
