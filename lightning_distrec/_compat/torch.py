@@ -81,6 +81,15 @@ def copy_in_backward(source: nn.Parameter, target: nn.Parameter) -> None:
             target._in_backward_optimizers = [twin]  # type: ignore[attr-defined]
 
 
+def apply_in_backward(source: Iterable[Any], target: nn.Parameter) -> None:
+    """Give `target` new optimizers like those of `source`, with their hooks. Source: as above."""
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    for optimizer in source:
+        arguments = {key: value for key, value in optimizer.param_groups[0].items() if key in optimizer.defaults}
+        _apply_optimizer_in_backward(type(optimizer), [target], arguments)
+
+
 def drop_in_backward_hooks(parameter: nn.Parameter) -> None:
     """Remove the hooks of `apply_optimizer_in_backward`, whose dicts would keep the parameter alive for ever."""
     # Source: as above. A weak dict by parameter, with AccumulateGrad nodes as values, which hold the parameter.

@@ -49,9 +49,20 @@ def take_in_backward(
                 f"table '{name}' has {type(attached[0]).__name__} by apply_optimizer_in_backward, and an optimizer by "
                 "table_optimizer. Remove one of them."
             )
+        _hold(attached[0], parameters[name], earlier.get(name, []))
     # Its gradient is gone when they step, so that they do nothing for it in one process.
     remove_from_groups(optimizers, {name: parameters[name] for name in applied}, earlier)
     return {name: attached[0] for name, attached in applied.items()}
+
+
+def _hold(optimizer: Optimizer, parameter: nn.Parameter, shards: list[nn.Parameter]) -> None:
+    """Let the optimizer hold the table's weight as it is now; an evaluation may have put another in its place."""
+    group = optimizer.param_groups[0]
+    if all(held is not weight for held in group["params"] for weight in [parameter, *shards]):
+        for replaced in group["params"]:
+            if replaced in optimizer.state:
+                optimizer.state[parameter] = optimizer.state.pop(replaced)
+        group["params"] = [parameter]
 
 
 def share_kernels(updates: Mapping[str, TableUpdate]) -> dict[str, TableUpdate]:

@@ -96,10 +96,10 @@ def _put_back(
         lost += [names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names]
     if lost:
         raise OptimizerError(
-            f"table '{lost[0]}': configure_optimizers returned a {type(optimizer).__name__} that has stepped before "
-            "(kept from an earlier fit, or its state was loaded), and the table's state cannot be carried over to "
-            "shards. Return a new optimizer, and load no state into it; to go on with its state, save a checkpoint and "
-            "call fit with ckpt_path."
+            f"table '{lost[0]}': its {type(optimizer).__name__} has stepped before (kept from an earlier fit, or its "
+            "state was loaded), and the table's state cannot be carried over to shards. Return a new optimizer in "
+            "configure_optimizers, and load no state into it; with apply_optimizer_in_backward, make a new module. To "
+            "go on with its state, save a checkpoint and call fit with ckpt_path."
         )
     for group in optimizer.param_groups:
         # Several shards of a table become one weight again, at the place of the first.

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torchrec.distributed.types import ShardedModule
 
 from lightning_distrec import gpu
+from lightning_distrec._compat.torch import apply_in_backward, in_backward_optimizers
 from lightning_distrec._compat.torchrec import fill_weight
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.sharding.initial_weights import (
@@ -227,8 +228,10 @@ class ShardedTables:
         self.put_originals_back()
         for table in self.tables:
             if table.key in rows:
-                weight = rows[table.key].to(table.parameter.dtype)
-                fill_weight(table.module, table.local_key, weight, table.parameter.requires_grad)
+                weight, placeholder = rows[table.key].to(table.parameter.dtype), table.parameter
+                fill_weight(table.module, table.local_key, weight, placeholder.requires_grad)
+                # Without a hook of its own it would stay as it is in a fit in one process.
+                apply_in_backward(in_backward_optimizers(placeholder), table.parameter)
             if table.plain is not None:
                 table.plain.weight = table.parameter
             # train() and eval() have reached the proxy only.

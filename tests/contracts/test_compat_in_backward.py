@@ -57,6 +57,16 @@ def test_copies_of_a_parameter_get_optimizers_of_their_own() -> None:
     assert _torch.in_backward_optimizers(weight)[0].param_groups[0]["params"][0] is weight
 
 
+def test_applying_again_makes_new_optimizers_with_the_present_rates() -> None:
+    weight, other = _applied(), nn.Parameter(torch.ones(4))
+    (optimizer,) = _torch.in_backward_optimizers(weight)
+    optimizer.param_groups[0]["lr"] = 0.25
+    _torch.apply_in_backward([optimizer], other)
+    other.sum().backward()
+    assert other.tolist() == [0.75] * 4
+    assert weight.tolist() == [1.0] * 4
+
+
 def test_reached_leaves_are_those_that_get_a_gradient() -> None:
     first, second, third = (torch.ones(2, requires_grad=True) for _ in range(3))
     out = first * 2 + second.detach() + third.sum()

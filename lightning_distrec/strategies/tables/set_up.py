@@ -19,7 +19,12 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lightning_distrec._compat.torch import drop_in_backward_hooks, without_in_backward
+from lightning_distrec._compat.torch import (
+    drop_in_backward_hooks,
+    in_backward_optimizers,
+    mark_in_backward,
+    without_in_backward,
+)
 from lightning_distrec.errors import OptimizerError, ShardingError
 from lightning_distrec.optimizers.param_groups import rewrite_groups
 from lightning_distrec.optimizers.torchrec_optimizers import members_of
@@ -182,8 +187,10 @@ def _shard(
     # Only now do the user's optimizers hold shards: configure_optimizers ran on the unsharded parameters, since after
     # sharding their order and number would be others. Fused tables leave the groups, FBGEMM updates them.
     rewrite_groups(optimizers, unsharded, shards.parameters(), updates.keys() - rows_only.keys())
-    for name in decisions.in_backward:
-        drop_in_backward_hooks(unsharded[name])
+    for table in decisions.tables:
+        for optimizer in in_backward_optimizers(unsharded[table.full_name]):
+            drop_in_backward_hooks(unsharded[table.full_name])
+            mark_in_backward(table.parameter, optimizer)  # another one now, on meta: for a fit after this run
     return shards
 
 

@@ -403,6 +403,72 @@ def test_what_cannot_be_exact_is_refused_on_all_ranks() -> None:
             assert message in refusals[name], (name, refusals[name])
 
 
+class Evaluated(OnePerTable):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+
+class PlainTables(InBackward):
+    kinds = (SGD,)
+
+
+def _fit_again() -> State:
+    """Fit twice, take the module out of its shards, and fit it in this process alone."""
+    rank, num_ranks = rank_and_num_ranks()
+    model = seeded(PlainTables)
+    for _ in range(2):
+        trainer = make_trainer()
+        trainer.fit(model, rank_loader(STEPS, rank))
+    trainer.strategy.unshard()
+    _train_alone(model, num_ranks)
+    return {key: value.detach().clone() for key, value in model.state_dict().items()}
+
+
+def _train_alone(model: Any, num_ranks: int) -> None:
+    loader = torch.utils.data.DataLoader(global_batches(STEPS, num_ranks=num_ranks), batch_size=None)
+    optimizer = model.configure_optimizers()
+    for index, batch in enumerate(loader):
+        optimizer.zero_grad()
+        model._trainer = None
+        model.training_step(batch, index).backward()
+        optimizer.step()
+
+
+def _validate_and_fit() -> State:
+    rank, _ = rank_and_num_ranks()
+    model = seeded(Evaluated)
+    make_trainer().validate(model, rank_loader(1, rank), verbose=False)
+    make_trainer().fit(model, rank_loader(STEPS, rank))
+    return model.final_state
+
+
+def _fit_twice_with_state() -> str:
+    for model in [seeded(InBackward)] * 2:
+        refusal = _refusal_of(model)
+    return refusal
+
+
+def _refusal_of(model: Any) -> str:
+    try:
+        make_trainer().fit(model, rank_loader(1, rank_and_num_ranks()[0]))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_they_last_longer_than_a_run() -> None:
+    calls = {"again": (_fit_again,), "validated": (_validate_and_fit,), "state": (_fit_twice_with_state,)}
+    result = run_each_on_ranks(calls, 2)[0]
+    alone = seeded(PlainTables)
+    for _ in range(3):
+        _train_alone(alone, 2)
+    assert max(largest_difference(result["again"], alone.state_dict()).values()) < 1e-6
+    expected = _fit_in_one_process(Case(Evaluated), 2)
+    assert max(largest_difference(result["validated"], expected).values()) < 1e-6
+    assert "its RowWiseAdagrad has stepped before" in result["state"]
+    assert "with apply_optimizer_in_backward, make a new module" in result["state"]
+
+
 def _warnings(case: Case) -> list[str]:
     with pytest.warns(UserWarning, match="no optimizer") as caught:
         _fit(case)

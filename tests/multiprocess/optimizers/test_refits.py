@@ -140,9 +140,9 @@ def test_an_optimizer_that_outlives_a_fit_goes_on(optimizer: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "optimizer", "fits", "options", "message"),
     [
-        (KeepsItsOptimizer, ADAGRAD, 2, {}, "OptimizerError: .*returned a Adagrad that has stepped before"),
-        (KeepsItsOptimizer, ADAM, 2, {}, "OptimizerError: .*returned a Adam that has stepped before"),
-        (LoadsState, ADAM, 1, {}, "OptimizerError: .*returned a Adam that has stepped before"),
+        (KeepsItsOptimizer, ADAGRAD, 2, {}, "OptimizerError: .*its Adagrad has stepped before"),
+        (KeepsItsOptimizer, ADAM, 2, {}, "OptimizerError: .*its Adam has stepped before"),
+        (LoadsState, ADAM, 1, {}, "OptimizerError: .*its Adam has stepped before"),
         (HooksLate, SGD, 1, {}, "OptimizerError: a gradient hook was registered on the weight of 'ebc.wide'"),
         (ClipsTables, ADAM, 1, {}, "UnsupportedError: torch.nn.utils.clip_grad_norm_ was called with gradients of"),
         (ClipsTables, SGD, 1, {}, "UnsupportedError: torch.nn.utils.clip_grad_norm_ was called with gradients of"),
