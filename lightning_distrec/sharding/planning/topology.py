@@ -66,16 +66,16 @@ def reservation_of(option: str | None, environment: Mapping[str, str]) -> Reserv
     if not text:
         return DEFAULT
     try:
-        percent = float(text)
+        number = float(text)
     except ValueError:
         # All comparisons with nan are false, so that the check below refuses it.
-        percent = float("nan")
-    if not 0 <= percent < 100:
+        number = float("nan")
+    if not 0 <= number < 100:
         raise ConfigError(
             f"the environment's {VARIABLE}={text!r}: a number from 0 to below 100 is needed, the percentage of each "
-            "rank's memory that is not for tables."
+            "rank's memory that is not for tables; or a share below 1, as TorchEasyRec has it."
         )
-    return Reservation(share=percent / 100, origin=f"environment {VARIABLE}")
+    return Reservation(share=number if number < 1 else number / 100, origin=f"environment {VARIABLE}")
 
 
 def _parse_reserve(value: str) -> Reservation:

@@ -27,6 +27,8 @@ def test_without_a_word_it_is_15_percent_as_it_was() -> None:
         ("400B", {}, 400, "400 B", "argument"),
         ("4GB", {}, 1000, "3.7 GiB", "argument"),
         (None, {"STORAGE_RESERVE_PERCENT": "30"}, 300, "30%", "environment STORAGE_RESERVE_PERCENT"),
+        (None, {"STORAGE_RESERVE_PERCENT": "0.5"}, 500, "50%", "environment STORAGE_RESERVE_PERCENT"),
+        (None, {"STORAGE_RESERVE_PERCENT": "1"}, 10, "1%", "environment STORAGE_RESERVE_PERCENT"),
         (None, {"STORAGE_RESERVE_PERCENT": "0"}, 0, "0%", "environment STORAGE_RESERVE_PERCENT"),
         (None, {"STORAGE_RESERVE_PERCENT": " "}, 150, "15%", "default"),
         ("20%", {"STORAGE_RESERVE_PERCENT": "30"}, 200, "20%", "argument"),
