@@ -279,10 +279,7 @@ class ComputedCall:
 
 
 class Trial:
-    """The first steps of a kind: what they compute is recorded and compared before anything is sent ahead.
-
-    paths: tables whose calls are compared, alike on all ranks. order: the tables of all calls of the first step.
-    """
+    """The first steps of a kind: what they compute is compared before it is sent ahead. paths: of the tables."""
 
     def __init__(self, paths: Sequence[str], order: Sequence[str]) -> None:
         self.order = order

@@ -95,13 +95,9 @@ class DifferingCalls:
         """Inputs that the host has not compared."""
         self.failure: ProvenanceError | None = None
         """What this rank has found, for all ranks to raise."""
-        self._is_reported = False
+        self.is_reported = False
+        """Whether the others know of it."""
         self._ranks = ranks
-
-    @property
-    def is_unreported(self) -> bool:
-        """Whether this rank has found something that the others do not know of."""
-        return self.failure is not None and not self._is_reported
 
     def note(self, failure: ProvenanceError, make_rows: Callable[[], Any]) -> Any:
         """Note that a call differs, and return what it gets for rows. Of several, the first is raised."""
@@ -140,12 +136,12 @@ class DifferingCalls:
     def raise_in_lookup(self) -> None:
         """Raise this rank's failure, if any, in a lookup that is made as it is called; that carries it to all ranks."""
         if self.failure is not None:
-            self._is_reported = True
+            self.is_reported = True
             raise self.failure
 
     def raise_failure(self, rank: int) -> None:
         """Collective. Raise this rank's failure, or that of `rank`, as its control message has announced."""
-        self._is_reported = True
+        self.is_reported = True
         # A rank that failed in the meantime does not come: the others raise all the same, with less to say.
         text = "a call differs from what was prefetched; that rank's own message says which"
         if self._ranks.barrier(NOTICE_SECONDS):

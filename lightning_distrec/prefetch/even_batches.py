@@ -6,7 +6,7 @@ lengths of sized loaders once, and the states of other loaders before every batc
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Literal
 
 from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
@@ -144,7 +144,8 @@ class EvenLoader(Wrapper):
     def __iter__(self) -> Iterator[Any]:
         """Collective. Return batches while every rank has one. Raises DataError as `EndPolicy` does."""
         # Decided when the iterator begins: the fetcher resets `agrees` as soon as all iterators exist.
-        batches = iterate(self._loader)
+        # One that fails to start fails at the first batch, where all ranks learn of it.
+        batches = chain.from_iterable([self._loader])
         return self._agreed(batches) if self.agrees else batches
 
     def _agreed(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -157,11 +158,6 @@ class EvenLoader(Wrapper):
                 return
             count += 1
             yield batch
-
-
-def iterate(loader: Any) -> Iterator[Any]:
-    """Iterate over `loader`; one that fails to start fails at the first batch, where all ranks learn of it."""
-    yield from loader
 
 
 def draw_next(batches: Iterator[Any]) -> tuple[int, Any, Exception | None]:

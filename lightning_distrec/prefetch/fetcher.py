@@ -84,7 +84,7 @@ class PrefetchFetcher(DataFetcher):
         if self.length is None and self._queue and self._prefetcher.agreed_status(self._queue[0]).state == ENDED:
             self._end_epoch()  # now: Lightning does not ask again after the last batch
         self.done = counted or self._has_ended
-        self._prefetcher.hand_out(in_flight, list(self._queue))
+        self._prefetcher.current, self._prefetcher.following = in_flight, list(self._queue)
         return ReadyBatch(in_flight.batch), *in_flight.indices
 
     def _next_batch(self) -> InFlightBatch:

@@ -78,8 +78,9 @@ class Prefetcher:
         self._tables, self._exchange, self._learner = tables, exchange, learner
         self._exchanges_counts = any(table.exchanges_counts for table in tables.values())
         self.current: InFlightBatch | None = None
-        """The batch of the step that is running, or that has just ended."""
-        self._following: list[InFlightBatch] = []
+        """The batch of the step that is running, has just ended, or is next."""
+        self.following: list[InFlightBatch] = []
+        """Those that come after it."""
         self._step: Step | None = None
         self._late: set[tuple[str, int]] = set()
         """Calls of a kind of step whose rows change between its beginning and the call."""
@@ -129,10 +130,6 @@ class Prefetcher:
         status = replace(status, sizes=sizes, counts=counts, failure=failure, weights=weights)
         return ControlMessage(self.ranks, status)
 
-    def hand_out(self, current: InFlightBatch, following: list[InFlightBatch]) -> None:
-        """Note that the step of `current` is next, and that `following` come after it."""
-        self.current, self._following = current, following
-
     # -- a step
 
     def begin_step(self, batch: Any) -> None:
@@ -141,7 +138,7 @@ class Prefetcher:
         current = self.current
         if current is None or batch is not current.batch:
             return  # no fetcher of ours has drawn it, with dataloader_iter for example
-        self._step = step = Step(current, self._following, self.counts.setdefault(current.kind, LookupCounts()))
+        self._step = step = Step(current, self.following, self.counts.setdefault(current.kind, LookupCounts()))
         self._learner.report_refused(current)
         self._learner.begin_step(current)
         if current.kind not in self._learner.calls:
@@ -150,9 +147,9 @@ class Prefetcher:
         if current.prefetched is not None and not current.agreed_status().ids_in_range:
             current.raise_problem(self.ranks)
         # Sizes leave before this batch's rows: they are small, and the ids can follow as soon as the link is free.
-        if self._following and self._following[0].kind in self._learner.calls:
-            self.agreed_status(self._following[0])
-            self._following[0].start_exchange(self._exchange.start)
+        if self.following and self.following[0].kind in self._learner.calls:
+            self.agreed_status(self.following[0])
+            self.following[0].start_exchange(self._exchange.start)
         if not current.prefetched:
             return
         # In the first step of an epoch there was no step before it in which its ids could be sent.
@@ -262,7 +259,7 @@ class Prefetcher:
                     lookup.take()
                 step.send_following()  # as the others do: another fit may follow
                 self._send_message(step, self.ranks.rank).wait_up_to(FAILURE_NOTICE_SECONDS)
-            elif self.differing.is_unreported:
+            elif self.differing.failure is not None and not self.differing.is_reported:
                 self._read_message(step, step.message)  # the others, who read it, gather what differs
 
     def _send_message(self, step: Step, failure: int = NO_FAILURE) -> ControlMessage:
@@ -315,7 +312,7 @@ class Prefetcher:
             self._step.message.read()
         for batch in [*([self.current] if self.current is not None else []), *batches]:
             batch.drop(wait=not self.failed)
-        self.current, self._following, self._step = None, [], None
+        self.current, self.following, self._step = None, [], None
         self._learner.drop()
 
 

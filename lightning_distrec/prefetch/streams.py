@@ -82,10 +82,7 @@ class Pinnable(Protocol):
 
 
 def pin(batch: Any) -> Any:
-    """Return the batch with its dense tensors on the host copied to pinned memory, those that are there as they are.
-
-    Dicts, lists, tuples and dataclasses are looked into. Sparse tensors and those on devices cannot be pinned.
-    """
+    """Return the batch with its dense tensors on the host pinned, in dicts, lists, tuples and dataclasses."""
     return apply_to_collection(batch, Pinnable, _pin, allow_frozen=True)
 
 

@@ -75,10 +75,7 @@ def chunks_of(shards: list[TableShard]) -> list[Chunk]:
 
 @torch.no_grad()
 def redistribute(sources: list[TableShard], targets: list[TableShard], device: torch.device) -> None:
-    """Collective. Copy the source shards of one table into the target shards, whichever ranks hold them.
-
-    Sources that overlap must hold the same values. Nothing is sent where every rank already has what it needs.
-    """
+    """Collective. Copy shards of one table to others, whichever ranks hold them. Sources that overlap are equal."""
     # All ranks have the same lists, but for the tensors: they return here together, or broadcast together.
     if all(any(_same_place(source, target) for source in sources) for target in targets):
         for target in targets:

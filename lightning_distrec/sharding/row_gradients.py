@@ -34,10 +34,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 class FeatureEnds:
-    """The entries of a kernel's offsets between its features.
-
-    offsets: (num_features * batch_size + 1,), on the kernel's device.
-    """
+    """The entries of a kernel's offsets, (num_features * batch_size + 1,), between its features."""
 
     def __init__(self, offsets: Tensor, num_features: int) -> None:
         bags = (offsets.numel() - 1) // num_features
@@ -54,10 +51,7 @@ class FeatureEnds:
 
 
 class RowSorter:
-    """Sorts what one kernel looks up by shard and row.
-
-    shard_of_feature: feature -> number of its shard, ascending. num_rows: of each shard.
-    """
+    """Sorts what one kernel looks up by shard and row. shard_of_feature: ascending. num_rows: of each shard."""
 
     def __init__(self, shard_of_feature: list[int], num_rows: list[int]) -> None:
         self.first_keys = [0, *accumulate(num_rows)]
@@ -137,10 +131,7 @@ def local_shards_of(kernel: Any) -> list[LocalShard]:
 
 
 def give_gradients(kernel: Any, shards: list[LocalShard]) -> None:
-    """Let the kernel's lookups leave gradients on `shards`, and update nothing, from now on.
-
-    shards: as `local_shards_of` returned them. Those whose weight needs no gradient when they are looked up get none.
-    """
+    """Let the kernel's lookups leave gradients on `shards`, those of `local_shards_of`, and update nothing."""
     assert kernel.weights_precision in (SparseType.FP32, SparseType.FP16)
     tables = list(kernel.feature_table_map)
     # Feature by feature: dims are those of the table (or column shard) that each feature looks up.

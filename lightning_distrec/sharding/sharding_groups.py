@@ -171,10 +171,7 @@ class NodeLayout:
 
     @classmethod
     def gathered(cls, reported: Sequence[tuple[int, int]]) -> "NodeLayout":
-        """Return the layout from what each rank reports: the number of its node, and how many ranks are on it.
-
-        Where a launcher gives all ranks the same node number, the ranks per node still separate the nodes.
-        """
+        """Return the layout of what each rank reports: its node's number, and how many ranks are on that node."""
         numbers = list(dict.fromkeys(node for node, _ in reported))
         layout = cls(tuple(numbers.index(node) for node, _ in reported))
         if all(

@@ -89,10 +89,7 @@ class MappedIds:
 
     @torch.no_grad()
     def map(self, arrived: Any) -> None:
-        """Replace the ids that have arrived for row-wise tables, in torchrec's KJTList, by this rank's rows.
-
-        Raises ShardingError: an activation checkpoint would map them a second time, perhaps to other rows.
-        """
+        """Replace ids that have arrived by this rank's rows. Raises ShardingError: in an activation checkpoint."""
         if saved_tensors_are_hooked() or in_backward():
             raise ShardingError(
                 f"table '{next(iter(self._mappings))}' maps ids to rows, and is looked up inside of an activation "

@@ -108,8 +108,7 @@ def _number_form(parts: Any) -> int:
     return _FORMS.index(parts)
 
 
-def describe_form(form: int) -> str:
-    """Return a form in words."""
+def _describe_form(form: int) -> str:
     ids, lengths, weights, is_unequal = _FORMS[form]
     words = [f"ids of {ids}", f"lengths of {lengths}", "no weights" if weights is None else f"weights of {weights}"]
     return ", ".join(words + (["a batch size for each feature"] if is_unequal else []))
@@ -165,7 +164,7 @@ class LookupConsensus:
             if kind is None:
                 raise errors.RankError(f"rank {rank} failed in a lookup of '{self._path}': {name}: {text}")
             raise kind(text if kind is errors.IdsError else f"rank {rank}: {text}")
-        forms = "; ".join(f"rank {rank}: {describe_form(form)}" for rank, (_, form) in enumerate(per_rank))
+        forms = "; ".join(f"rank {rank}: {_describe_form(form)}" for rank, (_, form) in enumerate(per_rank))
         raise errors.IdsError(
             f"ranks called '{self._path}' with ids that cannot be exchanged with each other: {forms}. Give all "
             "ranks the same types, for example by .long() in the collate function."

@@ -60,10 +60,7 @@ class WeightsExchange:
                 )
 
     def bring(self, request: LookupRequest, weights: Tensor) -> KJTList:
-        """Collective. Return the ids that have arrived, with the weights of all ranks' calls.
-
-        Raises ShardingError, alike on all ranks: a frozen table cannot pass gradients on to weights that learn.
-        """
+        """Collective. Return the ids that have arrived with the weights of all ranks' calls. Raises ShardingError."""
         if request.learns:
             self._refuse_frozen()
             # Gradients of weights that learn would see an update by another lookup.
