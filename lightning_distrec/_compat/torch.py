@@ -3,7 +3,7 @@
 import copy
 import functools
 import inspect
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
@@ -98,6 +98,53 @@ def drop_in_backward_hooks(parameter: nn.Parameter) -> None:
     for handle in upstream.param_to_optim_hook_handle_map.pop(parameter, ()):
         handle.remove()
     upstream.param_to_acc_grad_map.pop(parameter, None)
+
+
+def move_in_backward(source: nn.Parameter, target: nn.Parameter) -> None:
+    """Give `target` the optimizers that `apply_optimizer_in_backward` has given `source`, which has none then."""
+    for name in ("_in_backward_optimizers", "_optimizer_classes", "_optimizer_kwargs"):
+        if name in source.__dict__:
+            target.__dict__[name] = source.__dict__.pop(name)
+
+
+def has_tensor_hooks(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter has hooks of `register_hook`, which may change its gradient."""
+    return bool(_HOOKS(parameter))
+
+
+def take_gradient_hooks(parameter: nn.Parameter) -> tuple[dict[int, Callable[[Any], Any]], Callable[[], None]]:
+    """Take off what autograd calls when the parameter's gradient is complete, optimizers in backward as well.
+
+    Returns the hooks of `register_post_accumulate_grad_hook`, in the dict from which their handles remove them; and
+    what puts all back.
+    """
+    taken: list[tuple[Any, int, Any]] = []
+    if in_backward_optimizers(parameter):
+        from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
+
+        # They hang on the node that accumulates the gradient, which shows its hooks by their handles alone.
+        for handle in param_to_optim_hook_handle_map.get(parameter, []):
+            node_hooks = handle.hooks_dict_ref()
+            if node_hooks is not None and handle.id in node_hooks:
+                taken.append((node_hooks, handle.id, node_hooks.pop(handle.id)))
+    tensor: Any = parameter
+    hooks = tensor._post_accumulate_grad_hooks or OrderedDict()
+    tensor._post_accumulate_grad_hooks = OrderedDict()  # autograd would keep the old ones if it were None
+
+    def put_back() -> None:
+        hooks.update(tensor._post_accumulate_grad_hooks)  # those that were registered since
+        tensor._post_accumulate_grad_hooks = hooks
+        for node_hooks, key, hook in taken:
+            node_hooks[key] = hook
+
+    return hooks, put_back
+
+
+def leave_optimizers_in_backward(ddp: Any) -> None:
+    """Keep a new DistributedDataParallel from stepping optimizers in backward itself."""
+    # It would die where there is no accelerator, step once for several batches that accumulate, and take the place of
+    # our hooks for its buckets. Source: DistributedDataParallel._lazy_init, in the first forward; it does nothing else.
+    ddp._lazy_init_ran = True
 
 
 _HOOKS = attrgetter("_backward_hooks")

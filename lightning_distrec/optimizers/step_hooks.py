@@ -7,10 +7,13 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_distrec.errors import OptimizerError, UnsupportedError
+
+INEXACT_OVER_SHARDS = ("Adafactor", "Muon", "Rprop")
+"""Optimizers of torch that were tried over DTensors, and fail or have other numbers."""
 
 
 def register_update_pre_hook(optimizer: Optimizer, action: Callable[[], None]) -> RemovableHandle:
@@ -81,6 +84,18 @@ def before_zero_grad(optimizer: Optimizer, action: Callable[[bool], None]) -> Ca
 def collect_parameters(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
     """Return all parameters of the optimizers."""
     return [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def refuse_inexact_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Raise UnsupportedError: an optimizer has other numbers over shards than over full parameters."""
+    for optimizer in optimizers:
+        kind, hint = type(optimizer), "Use another optimizer, or strategy='ddp_tuned'."
+        if isinstance(optimizer, LBFGS):
+            raise UnsupportedError(f"torch.optim.LBFGS flattens all parameters into one vector. {hint}")
+        if kind.__name__ in INEXACT_OVER_SHARDS and kind.__module__.startswith("torch.optim"):
+            raise UnsupportedError(
+                f"torch.optim.{kind.__name__} fails, or has other numbers, over sharded parameters (torch 2.13). {hint}"
+            )
 
 
 class AddedTables:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -19,6 +19,7 @@ from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded
 from lightning_distrec.strategies.run.precision import clip_over_all_ranks
 from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
+from lightning_distrec.strategies.stages.absent_tensors import is_absent
 from lightning_distrec.strategies.stages.chain import (
     PipelineRanks,
     Schedule,
@@ -47,6 +48,11 @@ class PipelineRun(Run):
 
     steps: PipelinedModule = field(init=False)
     """What runs the steps, once the module is split."""
+    tensor_hooks: str = "hooks of register_hook run for every micro-batch, and again for the batch"
+
+    @override
+    def layers(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in super().layers().items() if not is_absent(p)}
 
 
 class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):

@@ -14,9 +14,10 @@ from typing_extensions import override
 
 from lightning_distrec import gpu
 from lightning_distrec._compat.lightning import call_after_closure, move_optimizers_to_device, wrapped_optimizers
-from lightning_distrec._compat.torch import broadcast_module_states, ignore_in_ddp
+from lightning_distrec._compat.torch import broadcast_module_states, ignore_in_ddp, leave_optimizers_in_backward
 from lightning_distrec._compat.torchrec import replace_train_pipelines, skip_idle_record_functions
 from lightning_distrec.errors import ConfigError, UnsupportedError
+from lightning_distrec.optimizers.step_hooks import refuse_inexact_optimizers
 from lightning_distrec.option_values import as_options
 from lightning_distrec.prefetch.even_batches import EndPolicy
 from lightning_distrec.prefetch.fetcher import ReadyBatch
@@ -31,7 +32,7 @@ from lightning_distrec.strategies.fully_sharded.copies import unshard_module
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fully_sharded.fully_sharded_module import FullyShardedModule
 from lightning_distrec.strategies.fully_sharded.shard_blocks import shard_module
-from lightning_distrec.strategies.fully_sharded.shards import refuse_inexact_optimizers, replace_parameters
+from lightning_distrec.strategies.fully_sharded.shards import replace_parameters
 from lightning_distrec.strategies.run.lightning_callbacks import adapt_callbacks
 from lightning_distrec.strategies.run.precision import clip_over_all_ranks, output_dtype, skip_overflows_on_all_ranks
 from lightning_distrec.strategies.run.run import Run
@@ -105,6 +106,12 @@ class TorchRecRun(Run):
         parameters = self.module.named_parameters(remove_duplicate=False)
         named = [*parameters, *self.module.named_buffers(remove_duplicate=False)]
         return [name for name, _ in named if name.startswith(prefixes)]
+
+    @override
+    def layers(self) -> dict[str, nn.Parameter]:
+        # By name: the shards are parameters of torchrec's modules, which are not below the proxies in the tree.
+        shards = set(self.shard_names())
+        return {name: parameter for name, parameter in super().layers().items() if name not in shards}
 
     def shard_tables(
         self, strategy: DDPStrategy, settings: TableSettings, nodes: NodeLayout, shards_dense: bool
@@ -197,10 +204,7 @@ class TorchRecRun(Run):
         """Collective. Let `wrap`, DDPStrategy's own, wrap the module in DDP, which ignores the tables' shards."""
         self.buffers.stop()
         self.buffers, strategy.model = NoBroadcasts(), self.module  # the last references: an old wrapper's hooks go too
-        shard_names = self.shard_names()
-        # By name: the shards are parameters of torchrec's modules, which are not below the proxies in the tree.
-        shards = set(shard_names)
-        dense = [parameter for name, parameter in self.module.named_parameters() if name not in shards]
+        shard_names, dense = self.shard_names(), list(self.layers().values())
         self.frozen = [parameter for parameter in dense if not parameter.requires_grad]
         if shard_names and len(self.frozen) == len(dense):
             broadcast_module_states(self.module, shard_names)  # DDP refuses a module without gradients to average
@@ -209,6 +213,7 @@ class TorchRecRun(Run):
         with gpu.idle(strategy.root_device):
             wrap()
         ddp: Any = strategy.model
+        leave_optimizers_in_backward(ddp)
         self.buffers = BroadcastSkipper(ddp, self.session.consensus.flags)
 
     def start_prefetching(

@@ -1100,4 +1100,29 @@ BREAKAGES = (
         "TorchRec's pipelines step beside Lightning, with gradients of one rank.",
         ("multiprocess/strategies/test_torchrec_idioms.py",),
     ),
+    # ---- optimizers in backward and hooks on gradients of layers
+    Breakage(
+        "optimizers-in-backward-skip-batches",
+        "lightning_distrec/strategies/run/strategy.py",
+        r'run\.gradient_hooks\.replace\(self, "block_backward_sync", nullcontext\)',
+        "pass",
+        "Where gradients accumulate, each rank makes updates of its own in backward.",
+        ("multiprocess/strategies/test_gradient_hooks.py",),
+    ),
+    Breakage(
+        "optimizers-in-backward-keep-full-weights",
+        "lightning_distrec/strategies/fully_sharded",
+        r"replace_parameters\(move_in_backward_optimizers\(full, sharded\), full, sharded\)",
+        "move_in_backward_optimizers(full, sharded)",
+        "Sharded layers with optimizers in backward stay as they were drawn, silently.",
+        ("multiprocess/strategies/test_gradient_hooks.py",),
+    ),
+    Breakage(
+        "sharding-forgets-hooks",
+        "lightning_distrec/optimizers/gradient_hooks.py",
+        r"setattr\(new, LOST, True\)",
+        "pass",
+        "Hooks that step an optimizer, and were registered before sharding, are never called: layers stay frozen.",
+        ("multiprocess/strategies/test_gradient_hooks.py",),
+    ),
 )

@@ -7,6 +7,7 @@ import logging
 import re
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +16,7 @@ import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import nn
 from torch.distributed import distributed_c10d
+from torch.distributed.optim import _apply_optimizer_in_backward, _get_in_backward_optimizers
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torchrec import EmbeddingBagCollection
@@ -157,6 +159,48 @@ def test_has_gradient_hooks_sees_both_kinds() -> None:
     assert [_torch.have_gradient_hooks([weight], but=1) for weight in weights] == [False, True, False]
     assert [_torch.have_gradient_hooks(weights[:n]) for n in range(4)] == [False, False, True, True]
     assert not _torch.have_gradient_hooks([weights[0], weights[2]], but=1)
+
+
+def test_has_tensor_hooks_sees_register_hook_alone() -> None:
+    weights = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    weights[0].register_hook(lambda gradient: None)
+    weights[1].register_post_accumulate_grad_hook(lambda weight: None)
+    assert [_torch.has_tensor_hooks(weight) for weight in weights] == [True, False]
+
+
+def test_take_gradient_hooks_takes_both_kinds_and_puts_them_back() -> None:
+    weight, seen = nn.Parameter(torch.ones(1)), []
+    _apply_optimizer_in_backward(torch.optim.SGD, [weight], {"lr": 1.0})
+    handle = weight.register_post_accumulate_grad_hook(seen.append)
+    assert len(_torch.in_backward_optimizers(weight)) == 1
+    hooks, put_back = _torch.take_gradient_hooks(weight)
+    weight.sum().backward()
+    assert (weight.item(), list(hooks.values()), seen) == (1.0, [seen.append], [])
+    weight.grad = None
+    put_back()
+    weight.sum().backward()
+    assert (weight.item(), len(seen), weight.grad) == (0.0, 1, None)
+    _torch.take_gradient_hooks(weight)[1]()
+    hooks, _ = _torch.take_gradient_hooks(weight)
+    handle.remove()
+    assert not hooks
+
+
+def test_move_in_backward_moves_optimizers_to_another_parameter() -> None:
+    weight, other = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    _apply_optimizer_in_backward(torch.optim.SGD, [weight], {"lr": 1.0})
+    expected = _get_in_backward_optimizers(nn.ParameterList([weight]))
+    _torch.move_in_backward(weight, other)
+    assert _get_in_backward_optimizers(nn.ParameterList([weight, other])) == expected != []
+
+
+def test_leave_optimizers_in_backward_skips_nothing_else() -> None:
+    source = inspect.getsource(DistributedDataParallel._lazy_init).split(":", 1)[1].splitlines()
+    lines = [line.strip() for line in source if line.strip() and "#" not in line]
+    assert lines == ["self._setup_in_backward_optimizers()", "self._lazy_init_ran = True"]
+    ddp = SimpleNamespace(_lazy_init_ran=False)
+    _torch.leave_optimizers_in_backward(ddp)
+    assert ddp._lazy_init_ran
 
 
 def test_watch_total_norm_sees_what_clip_grad_norm_takes_and_can_be_undone() -> None:

@@ -20,6 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_distrec._compat.tensors import rows_and_values
+from lightning_distrec._compat.torch import leave_optimizers_in_backward
 from lightning_distrec.errors import ConfigError, UnsupportedError
 from lightning_distrec.option_values import check_choice
 
@@ -186,6 +187,7 @@ class GradientExchange:
             gradient_as_bucket_view=True,
             init_sync=send_weights,
         )
+        leave_optimizers_in_backward(ddp)
         # A hook replaces DDP's own exchange, so that only one can be registered: compression comes first.
         if compression is not None:
             compression.begin_wrapper()

@@ -23,6 +23,7 @@ from lightning_distrec._compat.torch import apply_to_tensors, broadcast_module_s
 from lightning_distrec.checkpoint.lazy_tensors import materialized_as
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ConfigError, UnsupportedError
+from lightning_distrec.optimizers.gradient_hooks import move_in_backward_optimizers
 from lightning_distrec.strategies.activations.layers import (
     INDIVISIBLE,
     can_be_called,
@@ -33,7 +34,7 @@ from lightning_distrec.strategies.activations.layers import (
 from lightning_distrec.strategies.data_parallel.gradient_exchange import sparse_weights
 from lightning_distrec.strategies.fully_sharded.copies import STEPS, allow_deepcopy, gather_in_steps, guard
 from lightning_distrec.strategies.fully_sharded.fsdp_options import Dtypes, FSDPOptions, choose_dtypes
-from lightning_distrec.strategies.fully_sharded.shards import reshard
+from lightning_distrec.strategies.fully_sharded.shards import replace_parameters, reshard
 
 Wrap = Literal["auto"] | Sequence[str]
 LARGE_BYTES = 2**20
@@ -166,7 +167,10 @@ def shard_module(
         if large := {name: p.nbytes for name, p in replicated.items() if p.nbytes >= LARGE_BYTES}:
             size = decimal(sum(large.values()))
             rank_zero_info(f"fsdp_tuned: {', '.join(large)} ({size}) are replicated: name their modules in wrap.")
+        full = dict(module.named_parameters(remove_duplicate=False))
         _shard(module, blocks, set(replicated.values()), mesh, device, settings)
+        sharded = dict(module.named_parameters(remove_duplicate=False))
+        replace_parameters(move_in_backward_optimizers(full, sharded), full, sharded)
         gather_in_steps(module, [step for step in STEPS if is_overridden(step, module)])
         guard(module)
         _sharded_as[module] = settings

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_distrec._compat.tensors import local_offsets
 from lightning_distrec._compat.torch_distributed import (
@@ -17,10 +17,9 @@ from lightning_distrec._compat.torch_distributed import (
     sharded_and_unsharded_parameters,
 )
 from lightning_distrec.checkpoint.lazy_tensors import materialized_as
-from lightning_distrec.errors import ConfigError, UnsupportedError
-
-INEXACT_OVER_SHARDS = ("Adafactor", "Muon", "Rprop")
-"""Optimizers of torch that were tried over DTensors, and fail or have other numbers."""
+from lightning_distrec.errors import ConfigError
+from lightning_distrec.optimizers.gradient_hooks import note_replaced
+from lightning_distrec.optimizers.step_hooks import refuse_inexact_optimizers
 
 
 def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
@@ -51,18 +50,6 @@ def refuse_sharded(module: nn.Module, strategy: str) -> None:
             raise ConfigError(
                 f"{strategy}: '{name}' was sharded over the ranks by an earlier run under FSDP, and stays so. Call "
                 "trainer.strategy.unshard() of that run first, or build a new module."
-            )
-
-
-def refuse_inexact_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Raise UnsupportedError: an optimizer has other numbers over shards than over full parameters."""
-    for optimizer in optimizers:
-        kind, hint = type(optimizer), "Use another optimizer, or strategy='ddp_tuned'."
-        if isinstance(optimizer, LBFGS):
-            raise UnsupportedError(f"torch.optim.LBFGS flattens all parameters into one vector. {hint}")
-        if kind.__name__ in INEXACT_OVER_SHARDS and kind.__module__.startswith("torch.optim"):
-            raise UnsupportedError(
-                f"torch.optim.{kind.__name__} fails, or has other numbers, over sharded parameters (torch 2.13). {hint}"
             )
 
 
@@ -98,6 +85,7 @@ def swap_parameters(module: nn.Module, make: Callable[[str, nn.Parameter], nn.Pa
                 swapped[id(parameter)] = parameter, make(name, parameter)
             if (new := swapped[id(parameter)][1]) is not None:
                 setattr(submodule, name.rpartition(".")[2], new)
+                note_replaced(parameter, new)
 
 
 def full_or_meta(full: Mapping[str, Tensor], name: str, parameter: nn.Parameter) -> nn.Parameter:

@@ -11,6 +11,7 @@ from torch import nn
 from lightning_distrec._compat.lightning import mark_stop
 from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
 from lightning_distrec.cluster.consensus import Consensus, job_consensus
+from lightning_distrec.optimizers.gradient_hooks import GradientHooks
 from lightning_distrec.strategies.checkpoints.checkpointing import Checkpointing
 from lightning_distrec.strategies.data_parallel.replicated_layers import (
     BroadcastSkipper,
@@ -64,11 +65,19 @@ class Run:
     undo: ExitStack = field(default_factory=ExitStack)
     """What teardown undoes, the last first."""
     has_failed: bool = False
+    gradient_hooks: GradientHooks = field(default_factory=GradientHooks)
+    """The user's, from the start of training on."""
+    tensor_hooks: str = ""
+    """How hooks of `register_hook` on layers would differ from one process; "": as little as under DDP."""
 
     @property
     def is_fitting(self) -> bool:
         """Whether the run trains."""
         return self.trainer.state.fn == TrainerFn.FITTING
+
+    def layers(self) -> dict[str, nn.Parameter]:
+        """Return the parameters without tables that this rank has, by name."""
+        return dict(self.module.named_parameters())
 
     @contextmanager
     def evaluation_step(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Generic, Literal, TypeVar, get_args
 
 import torch
@@ -13,6 +13,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -213,6 +214,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         run.undo.enter_context(local_world_size(self.num_local_ranks))
         run.undo.enter_context(call_overridden_hooks(trainer))
         run.undo.enter_context(log_at_less_python(trainer))
+        run.undo.enter_context(run.gradient_hooks)
         return run
 
     @override
@@ -239,6 +241,16 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         if any(parameter.requires_grad for parameter in run.frozen):
             self.configure_ddp()  # DDP ignores what was frozen for good: each rank would train weights of its own
         return run
+
+    @override
+    def on_train_start(self) -> None:
+        """Collective. Take over hooks on gradients: called after the user's hook of this name, the last to add some."""
+        run = self.run
+        if run.gradient_hooks.take(run.layers(), run.tensor_hooks, run.session.consensus):
+            # In one process they run after every backward, also where gradients accumulate.
+            run.gradient_hooks.replace(self, "block_backward_sync", nullcontext)
+        is_ddp = isinstance(self.model, DistributedDataParallel)  # averages inside of the plugin's backward
+        run.gradient_hooks.call_after(self.precision_plugin if is_ddp else self, is_ddp)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

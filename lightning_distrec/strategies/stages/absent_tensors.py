@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from lightning_distrec._compat.torch import without_torch_function
 from lightning_distrec.errors import ConfigError, UnsupportedError
 
-ATTRIBUTES = ("__get__", "__set__", "__delete__", "requires_grad_", "retain_grad", "register_hook")
+HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
+ATTRIBUTES = ("__get__", "__set__", "__delete__", "requires_grad_", "retain_grad", *HOOKS)
 """Functions that read or set a tensor's attributes rather than its values: `requires_grad`, `grad`, `shape`."""
 DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
 READS = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__")
@@ -45,7 +46,8 @@ class AbsentTensor(Tensor):
         # Read through the property's getter, which is how torch passes the attribute to this function.
         if func == DEVICE:
             return cls.shown_device
-        if name in ATTRIBUTES:
+        # _apply_optimizer_in_backward finds the node that accumulates a gradient by a view of the tensor as itself.
+        if name in ATTRIBUTES or (func == Tensor.view_as and args[0] is args[1]):
             # On the tensor itself, not on a copy. Outside of this context the call would come back to this method.
             with without_torch_function():
                 return apply_to_collection(func(*args, **kwargs), Tensor, _absent)

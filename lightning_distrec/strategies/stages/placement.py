@@ -15,6 +15,7 @@ from lightning_distrec._compat.torch import apply_to_tensors, broadcast_module_s
 from lightning_distrec.chunks import Chunk, ChunkedTensor
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ConfigError
+from lightning_distrec.optimizers.gradient_hooks import note_replaced
 from lightning_distrec.strategies.checkpoints.optimizer_state import StateRanks
 from lightning_distrec.strategies.fully_sharded.shard_blocks import materialize
 from lightning_distrec.strategies.fully_sharded.shards import full_or_meta, swap_parameters
@@ -44,6 +45,7 @@ def split_module(
     else:
         layout = consensus.all_or_none("setup", lambda: split_chain(module, options, ranks.num_stages))
         rank_zero_info(describe_layout(layout, module, options))
+        earlier = dict(module.named_parameters())
         absent_names = {name for name, stage in layout.stage_by_name.items() if stage not in ranks.stages}
         meta_names = {name for name, tensor in _named_tensors(module) if tensor.is_meta}
         apply_to_tensors(module, partial(_to_device, device))
@@ -56,6 +58,8 @@ def split_module(
             if name in drawn_names:  # all replicas of a stage have the same ones
                 # The first pipeline has the global ranks from 0 on, and `ranks.rank` is its rank with this stage.
                 dist.broadcast(tensor.detach(), ranks.rank, group=ranks.same_stage)
+        for name, parameter in module.named_parameters():
+            note_replaced(earlier[name], parameter)
         _split_as[module] = options, layout
     # On the class: a process is one rank, with one device.
     AbsentTensor.shown_device = device
