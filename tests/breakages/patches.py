@@ -58,6 +58,39 @@ BREAKAGES = (
         "A checkpoint between two synchronisations has the rows of the first group only.",
         ("multiprocess/sharding/test_sharding_groups.py",),
     ),
+    # ---- what TorchRec's own models do
+    Breakage(
+        "looked-up-whole-and-by-parts",
+        "lightning_distrec/prefetch/batch_objects.py",
+        r" if len\(used_path\) > i and used_path",
+        " if used_path",
+        "A step that looks features up whole, and others made of them, ends with an IndexError.",
+        ("unit/prefetch/test_provenance.py", "multiprocess/sharding/test_torchrec_inputs.py"),
+    ),
+    Breakage(
+        "rows-by-inverse-indices",
+        "lightning_distrec/sharding/lookup/sharded_lookup.py",
+        r"self\._deduplicated or \(is_variable and not self\.setup\.pooled\)",
+        "self._deduplicated",
+        "EmbeddingCollections called with a batch size per feature train nothing, or return other rows.",
+        ("multiprocess/sharding/test_variable_batches.py",),
+    ),
+    Breakage(
+        "inverse-indices-of-one-batch-size",
+        "lightning_distrec/sharding/lookup/sharded_lookup.py",
+        r"\(is_variable or features\.inverse_indices_or_none\(\) is not None\)",
+        "is_variable",
+        "Inverse indices of features of one batch size are ignored: examples get other bags.",
+        ("multiprocess/sharding/test_variable_batches.py",),
+    ),
+    Breakage(
+        "inverse-indices-of-the-first-call",
+        "lightning_distrec/sharding/lookup/sharded_lookup.py",
+        r"bags\.ordered\(prepare_unequal_batches\(self\.setup\.sharded\)\), None",
+        "features, None",
+        "Features in another order than in the first call are expanded by the inverse indices of others.",
+        ("multiprocess/sharding/test_variable_batches.py",),
+    ),
     # ---- cluster
     Breakage(
         "slurm-counts",

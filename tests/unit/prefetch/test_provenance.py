@@ -26,7 +26,7 @@ from lightning_distrec.prefetch.sources import (
     path_text,
     versions,
 )
-from lightning_distrec.prefetch.step_calls import RecordedCall
+from lightning_distrec.prefetch.step_calls import RecordedCall, StepCalls
 
 Pair = namedtuple("Pair", "left right")
 Expression = Callable[[Any], Any]
@@ -535,3 +535,21 @@ def test_random_views_of_random_batches_are_built_alike_from_other_batches(
     actual = source.get(BatchRoots(other))
     assert _same(actual, expected)
     assert is_same_input(expected, actual)
+
+
+@settings(max_examples=100, deadline=None)
+@given(structure=_structure, data=st.data())
+def test_a_step_of_random_lookups_has_the_same_features_in_another_batch_of_the_same_form(
+    structure: Any, data: st.DataObject
+) -> None:
+    """Some are looked up whole, and are also what another lookup is made of."""
+    batch = _build(structure, 4, iter(range(1, 1000)))
+    other = _build(structure, 5, iter(range(2001, 3000)))
+    objects = BatchObjects(BatchRoots(batch))
+    calls = []
+    for _, leaf in data.draw(st.lists(st.sampled_from(_walks(batch)), min_size=1, max_size=4)):
+        for view in data.draw(st.lists(st.sampled_from(list(VIEWS)), min_size=1, max_size=3)):
+            source = objects.source_of(_view(leaf, view))
+            assert not isinstance(source, str), source
+            calls.append(LookupCall("table", (source,)))
+    assert StepCalls(calls, objects).order.difference(BatchRoots(other)) == ""
