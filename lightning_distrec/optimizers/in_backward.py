@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 
 from lightning_distrec._compat.torch import in_backward_optimizers, mark_in_backward
 from lightning_distrec.errors import OptimizerError
@@ -107,6 +108,8 @@ class InBackwardSteps:
         self.num_backwards = 0
         """How many backward passes have updated the tables: the steps of all of these optimizers."""
         self._stepping = [(shards[name], o) for name, o in optimizers.items() if not updates[name].in_backward]
+        others = [shard for name, parts in shards.items() if name not in optimizers for shard in parts]
+        self._memory_of_others = {_shared_memory(shard) for shard in others} - {None}
         self._copies: list[tuple[str, Optimizer, Optimizer]] = []
         """A table, an optimizer whose settings the user may change, and the one that it must be equal to."""
         leaders: dict[str, Optimizer] = {}
@@ -139,7 +142,7 @@ class InBackwardSteps:
                     "with other settings."
                 )
         for shards, optimizer in self._stepping:
-            if any(shard.grad is not None for shard in shards):
+            if any(shard.grad is not None and not self._shares_gradient(shard) for shard in shards):
                 raise OptimizerError(
                     f"{type(optimizer).__name__} by apply_optimizer_in_backward has missed a backward: it steps after "
                     "each that Lightning runs. Call self.manual_backward(loss), not loss.backward()."
@@ -148,10 +151,21 @@ class InBackwardSteps:
     def after_backward(self) -> None:
         """Step the optimizers whose tables have a gradient now, and drop it."""
         self.num_backwards += 1
-        for shards, optimizer in self._stepping:
-            if any(shard.grad is not None for shard in shards):
-                optimizer.step()
-                optimizer.zero_grad()
+        reached = [pair for pair in self._stepping if any(shard.grad is not None for shard in pair[0])]
+        for _, optimizer in reached:
+            optimizer.step()
+        # Only now: data_parallel tables of one kernel are slices of one tensor, whose gradient is dropped as a whole.
+        for shards, optimizer in reached:
+            optimizer.zero_grad(set_to_none=not any(map(self._shares_gradient, shards)))
+
+    def _shares_gradient(self, shard: nn.Parameter) -> bool:
+        """Whether its gradient is a part of one that other optimizers still need."""
+        return _shared_memory(shard) in self._memory_of_others
+
+
+def _shared_memory(shard: nn.Parameter) -> int | None:
+    """Return what is the same for data_parallel tables of one kernel; None: the shard has a gradient of its own."""
+    return shard.untyped_storage().data_ptr() if isinstance(shard, TableBatchedEmbeddingSlice) else None
 
 
 def _settings(optimizer: Optimizer) -> dict[str, Any]:

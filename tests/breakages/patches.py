@@ -60,6 +60,14 @@ BREAKAGES = (
     ),
     # ---- what TorchRec's own models do
     Breakage(
+        "in-backward-drops-a-shared-gradient",
+        "lightning_distrec/optimizers/in_backward.py",
+        r"set_to_none=not any\(map\(self\._shares_gradient, shards\)\)",
+        "",
+        "A data_parallel table beside one with an in-backward optimizer loses its gradient and stays as it is.",
+        ("multiprocess/strategies/test_torchrec_models.py",),
+    ),
+    Breakage(
         "looked-up-whole-and-by-parts",
         "lightning_distrec/prefetch/batch_objects.py",
         r" if len\(used_path\) > i and used_path",
