@@ -187,6 +187,6 @@ class ReplicaCheck:
         if not unused or len(unused) == len(learning):
             return ""
         return (
-            f"'{unused[0]}' has no gradient: the loss does not use it, and DDP then averages no gradient of its "
-            "bucket. Set find_unused_parameters=True of the strategy, or freeze the layer. Seen by this: "
+            f"'{unused[0]}' has no gradient after the step. Where the loss does not use it, DDP averages no gradient "
+            "of its bucket: set find_unused_parameters=True of the strategy, or freeze the layer. Seen by this: "
         )
