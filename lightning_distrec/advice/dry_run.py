@@ -18,13 +18,13 @@ from lightning_distrec.strategies.tables.decisions import Decisions
 from lightning_distrec.strategies.tables.plan_of_run import cost_of, new_plan, plan_or_follow
 from lightning_distrec.units import quantity
 
-# Ample: doubling to MAX_BATCH takes 25 tries, and halving to one part in FINENESS seven more.
-MAX_TRIES = 60
 FINENESS = 100
 """The largest number is found to within this fraction of it."""
 
 ObstacleTo = Callable[[int], str]
 """Number -> why it is not possible; "" where it is."""
+Following = Callable[[int | None, int | None], int | None]
+"""The nearest possible and impossible number -> the number to try; None: the edge is found."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +40,6 @@ class Edge:
     tries: int = 0
     stopped: str = ""
     """Why the search ended early; "" if it did not."""
-
-
-Following = Callable[[int | None, int | None], int | None]
-"""The nearest possible and impossible number -> the number to try; None: the edge is found."""
 
 
 class EdgeSearch:
@@ -111,8 +107,6 @@ class EdgeSearch:
         # The longest try so far is the guess for the next one, since larger numbers take longer.
         if begun - self._began + self._longest > self._max_seconds:
             return f"the next plan would have exceeded {self._max_seconds:g} s"
-        if self._tries >= MAX_TRIES:
-            return f"{MAX_TRIES} plans were tried"
         self._obstacles[number] = self._obstacle_to(number)
         self._tries += 1
         self._longest = max(self._longest, time.perf_counter() - begun)
@@ -216,10 +210,6 @@ class DryRun:
         """Whether every rank has the memory that its tables and their exchange need."""
         return not self.misfit
 
-    def with_assumed(self, *assumptions: str) -> "DryRun":
-        """Return it with more assumptions."""
-        return replace(self, assumed=[*self.assumed, *assumptions])
-
 
 def dry_run(dry: DryModule, job: DryJob, quick: bool = False) -> DryRun:
     """Return what a run on these ranks would be like. Nothing is exchanged or trained.
@@ -254,12 +244,13 @@ def dry_run(dry: DryModule, job: DryJob, quick: bool = False) -> DryRun:
         assumed=[*dry.assumed, *_assumed(dry, job, facts.reservation)],
     )
     if quick:
-        return result.with_assumed("--quick: the largest batch and the minimum number of nodes were not searched for")
+        result.assumed.append("--quick: the largest batch and the minimum number of nodes were not searched for")
+        return result
     result = replace(result, largest_batch=find_largest_batch(dry, decisions, facts, plan, misfit, seconds))
-    if plan_file is not None:
-        return result.with_assumed("the minimum number of nodes was not searched for: plan_file fixes the ranks")
-    if job.groups.size is not None:
-        return result.with_assumed("the minimum number of nodes was not searched for: sharding_groups set the ranks")
+    fixed = "plan_file" if plan_file is not None else "sharding_groups" if job.groups.size is not None else ""
+    if fixed:
+        result.assumed.append(f"the minimum number of nodes was not searched for: {fixed} fixes the ranks")
+        return result
     return replace(result, min_nodes=find_min_nodes(dry, job, decisions, misfit, seconds))
 
 

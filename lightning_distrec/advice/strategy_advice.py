@@ -231,16 +231,14 @@ def _notes(sizes: ModuleSizes, job: Job, profile: StepProfile) -> list[str]:
             "tables are planned, with the defaults of torchrec_sharded: memory is the fullest rank's, bytes are those "
             "of the rank that sends the most"
         )
-        notes.append(_note_about_lookups(sizes.tables, profile))
+        samples = None if profile.batch_size is None else quantity(profile.batch_size, "sample")
+        if samples is None:
+            notes.append("what lookups send is unknown without a batch")
+        elif any(table.path in profile.lookups for table in sizes.tables):
+            notes.append(f"lookups are those of one batch of {samples}")
+        else:
+            notes.append(f"{samples} are assumed to look up one id of every feature each")
     return notes
-
-
-def _note_about_lookups(tables: list[TableSize], profile: StepProfile) -> str:
-    if profile.batch_size is None:
-        return "what lookups send is unknown without a batch"
-    if any(table.path in profile.lookups for table in tables):
-        return f"lookups are those of one batch of {quantity(profile.batch_size, 'sample')}"
-    return f"{quantity(profile.batch_size, 'sample')} are assumed to look up one id of every feature each"
 
 
 MEMORY_COLUMNS = ("parameters", "gradients", "optimizer state", "gathered", "exchange", "activations", "recomputed")

@@ -1,6 +1,7 @@
 """Tables on ranks during the search: options, time and memory of every rank; and why tables do not fit."""
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,12 +62,10 @@ class PartialPlan:
         """Return an independent copy."""
         # Without __init__, which would make arrays only to replace them: the search copies plans thousands of times.
         # `_count` changes arrays in place, hence the copies; those in `ranks` are only replaced.
-        copied = PartialPlan.__new__(PartialPlan)
-        copied.options, copied.budget = self.options, self.budget
+        copied = copy(self)
         copied.option_numbers, copied.ranks = list(self.option_numbers), list(self.ranks)
-        copied.milliseconds, copied.compute = self.milliseconds.copy(), self.compute.copy()
-        copied.exchange = self.exchange.copy()
-        copied.device_left, copied.host_left = self.device_left.copy(), self.host_left.copy()
+        for name in ("milliseconds", "compute", "exchange", "device_left", "host_left"):
+            setattr(copied, name, getattr(self, name).copy())
         return copied
 
     @property
@@ -229,18 +228,13 @@ def no_option_fits(options: Sequence[EstimatedOption], table: int, budget: Memor
 
 def _missing(option: EstimatedOption, budget: MemoryBudget) -> tuple[int, int]:
     """Return how many bytes the option's shards lack at best on empty ranks: the largest by itself, and all."""
-    per_device, per_host = budget.device_bytes.max(), budget.host_bytes.max()
-    if option.sharding_type in EVERY_RANK_TYPES:
-        per_device, per_host = budget.device_bytes, budget.host_bytes
-    shard_lack = max(0, int((option.device_bytes - per_device).max())) + max(
-        0, int((option.host_bytes - per_host).max())
-    )
     # The largest memories are summed up: what these ranks lack, any other choice of ranks lacks too.
     ranks = budget.ranks_on_node if option.sharding_type in ONE_NODE_TYPES else budget.num_ranks
-    available = np.sort(budget.device_bytes)[-ranks:].sum(), np.sort(budget.host_bytes)[-ranks:].sum()
-    total_lack = max(0, int(option.device_bytes.sum() - available[0])) + max(
-        0, int(option.host_bytes.sum() - available[1])
-    )
+    shard_lack = total_lack = 0
+    for needed, memory in ((option.device_bytes, budget.device_bytes), (option.host_bytes, budget.host_bytes)):
+        per_shard = memory if option.sharding_type in EVERY_RANK_TYPES else memory.max()
+        shard_lack += max(0, int((needed - per_shard).max()))
+        total_lack += max(0, int(needed.sum() - np.sort(memory)[-ranks:].sum()))
     return shard_lack, total_lack
 
 

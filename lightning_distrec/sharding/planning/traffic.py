@@ -61,30 +61,30 @@ class Traffic:
 
     def sent(self, kind: str | None = None) -> Vector:
         """Return, (num_ranks,), what leaves each rank."""
-        return self.within_node(kind) + self.across_nodes(kind)
+        within, across = self._sums(kind)
+        return within + across
 
     def within_node(self, kind: str | None = None) -> Vector:
         """Return, (num_ranks,), what each rank sends to others of its node."""
-        node, on_node, stays = self._nodes()
-        total = np.zeros(len(node))
-        for flow in self._flows(kind):
-            # Sums by node in place of a matrix of all pairs of ranks: plans may be for thousands of them.
-            to_own_node = np.bincount(node, flow.to_rank)[node]
-            total += to_own_node - flow.to_rank + flow.from_rank * (on_node[node] - 1)
-            total += np.where(stays, flow.ring, 0.0) + flow.ring_on_node[node]
-        return total
+        return self._sums(kind)[0]
 
     def across_nodes(self, kind: str | None = None) -> Vector:
         """Return, (num_ranks,), what each rank sends to other nodes."""
+        return self._sums(kind)[1]
+
+    def _sums(self, kind: str | None) -> tuple[Vector, Vector]:
         node, on_node, stays = self._nodes()
-        total = np.zeros(len(node))
+        within, across = np.zeros((2, len(node)))
         for flow in self._flows(kind):
+            # Sums by node in place of a matrix of all pairs of ranks: plans may be for thousands of them.
             to_nodes = np.bincount(node, flow.to_rank)
-            total += to_nodes.sum() - to_nodes[node] + flow.from_rank * (len(node) - on_node[node])
-            total += np.where(stays, 0.0, flow.ring)
+            within += to_nodes[node] - flow.to_rank + flow.from_rank * (on_node[node] - 1)
+            within += np.where(stays, flow.ring, 0.0) + flow.ring_on_node[node]
+            across += to_nodes.sum() - to_nodes[node] + flow.from_rank * (len(node) - on_node[node])
+            across += np.where(stays, 0.0, flow.ring)
             to_same_local_rank = flow.to_node.sum() - flow.to_node + flow.from_node * (len(on_node) - 1)
-            total += to_same_local_rank[node]
-        return total
+            across += to_same_local_rank[node]
+        return within, across
 
     def between_nodes(self, kind: str | None = None) -> Vector:
         """Return, (num_nodes, num_nodes), what each node sends to each; the diagonal stays on a node."""
@@ -296,30 +296,33 @@ def replica_bytes(
     counted as rings.
     """
     total, replicas = np.zeros(layout.num_ranks), layout.num_replicas
-    # Bytes sent for each byte: by a ring's all-gather, and by its all-
-    # reduce, which is a reduce-scatter and an all-gather.
+    # Bytes sent for each byte: by a ring's all-gather, and by its all-reduce, a reduce-scatter and an all-gather.
     gathered, reduced = replicas - 1.0, 2.0 * (replicas - 1) / replicas
     for table in tables:
         if not table.learns:
             continue
         ids = batch_size * layout.num_ranks * sum(table.pooling_factors) * sync_interval
-        for rank, rows, columns in zip(table.ranks, table.shard_rows, table.shard_columns, strict=True):
-            shard_ids = ids * rows / table.num_rows
-            # Two upper bounds, as in `ShardUpdates`: evenly spread ids, and the share of different ids.
-            touched = min(touched_rows(rows, shard_ids), shard_ids * table.distinct_share)
-            all_touched = min(touched_rows(rows, shard_ids * replicas), shard_ids * replicas * table.distinct_share)
-            row_bytes = FLOAT_BYTES * columns
-            # In each step the groups sum up gradients, which is exact. Over longer
-            # intervals rows and optimizer state are averaged.
-            if sync_interval == 1:
-                sparse = gathered * touched * (ROW_ID_BYTES + row_bytes)
-                total[rank] += reduced * rows * row_bytes if table.update == "dense" else sparse
-                continue
-            state = columns * table.update_bytes_per_element + table.update_bytes_per_row
-            if table.update == "dense":
-                total[rank] += reduced * rows * (state if table.update_bytes_per_element else row_bytes)
-            else:
-                total[rank] += gathered * touched * 2 * ROW_ID_BYTES
-                total[rank] += reduced * all_touched * (row_bytes + state)
+        rows, row_bytes = table.shard_rows, FLOAT_BYTES * table.shard_columns
+        shard_ids = ids * rows / table.num_rows
+        state = table.shard_columns * table.update_bytes_per_element + table.update_bytes_per_row
+        is_dense = table.update == "dense"
+        # In each step the groups sum up gradients, which is exact. Over longer intervals rows and optimizer state are
+        # averaged.
+        if sync_interval == 1:
+            sparse = gathered * _touched(table, shard_ids) * (ROW_ID_BYTES + row_bytes)
+            sent = reduced * rows * row_bytes if is_dense else sparse
+        elif is_dense:
+            sent = reduced * rows * (state if table.update_bytes_per_element else row_bytes)
+        else:
+            row_ids = gathered * _touched(table, shard_ids) * 2 * ROW_ID_BYTES
+            sent = row_ids + reduced * _touched(table, shard_ids * replicas) * (row_bytes + state)
+        np.add.at(total, table.ranks, sent)
     mean_bytes: NDArray[np.float64] = total / sync_interval
     return mean_bytes
+
+
+def _touched(table: PlannedTable, shard_ids: Vector) -> Vector:
+    """Return, (S,), rows of each shard that this many ids touch."""
+    # Two upper bounds, as in costs.py: evenly spread ids, and the share of different ids.
+    even = [touched_rows(rows, ids) for rows, ids in zip(table.shard_rows, shard_ids, strict=True)]
+    return np.minimum(even, shard_ids * table.distinct_share)

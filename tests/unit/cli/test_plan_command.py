@@ -146,7 +146,7 @@ def test_tables_in_groups_are_planned_for_one_group(run: Run) -> None:
         assert "on 32 ranks on 4 nodes" in text
         assert "Between groups: " in text
         assert expected in text
-        assert "was not searched for: sharding_groups set the ranks" in text
+        assert "was not searched for: sharding_groups fixes the ranks" in text
         assert load_plan("plan.json").num_ranks == 16
     code, _, message = run("Batched", "--device-memory", "80GB", strategy=_torchrec(sharding_groups={"size": 5}))
     assert code != 0
