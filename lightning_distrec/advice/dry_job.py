@@ -67,9 +67,8 @@ class DryModule:
 def dry_module(module: LightningModule, trainer: Any, settings: TableSettings, device: torch.device) -> DryModule:
     """Inspect a module that was built on the meta device, without changing it.
 
-    trainer: has callbacks, precision, accumulate_grad_batches and gradient_clip_val, as a Trainer would.
-    Raises ConfigError: configure_model cannot run without memory, or without a Trainer; there are no tables. And the
-    strategy's own errors.
+    trainer: has callbacks, precision, accumulate_grad_batches and gradient_clip_val, as a Trainer would. Raises
+    ConfigError: configure_model needs memory or a Trainer; there are no tables. And the strategy's own errors.
     """
     precision = trainer.precision
     try:
@@ -157,8 +156,7 @@ def locate_error(error: BaseException) -> str:
 def count_ids_in_data(module: Any, data: Any, num_batches: int) -> tuple[IdCounts, int | None]:
     """Return the ids in the first batches of each training dataloader, as one rank draws them; and its batch size.
 
-    module, data: as the YAML describes them; hooks run as `fit` runs them on one rank. What a module computes of a
-    batch is seen where it has `sparse_inputs`. Raises ConfigError: there is no data, or it fails.
+    What a module computes of a batch is seen where it has `sparse_inputs`. Raises ConfigError: no data, or it fails.
     """
     counts, total, batch_size = IdCounts(), 0, None
     declare = getattr(module, "sparse_inputs", None)

@@ -214,8 +214,8 @@ class DryRun:
 def dry_run(dry: DryModule, job: DryJob, quick: bool = False) -> DryRun:
     """Return what a run on these ranks would be like. Nothing is exchanged or trained.
 
-    quick: do not search for the largest batch and the minimum number of nodes. Raises ConfigError, PlanError: options
-    of ranks or tables contradict each other; tables that do not fit are no error.
+    quick: without the searches for limits. Raises ConfigError, PlanError: options contradict each other; tables that do
+    not fit are no error.
     """
     settings, begun = dry.settings, time.perf_counter()
     decisions, facts = make_decisions(dry, job), make_facts(dry, job)

@@ -177,10 +177,7 @@ class _Pipeline:
         return memory
 
     def sent(self, rank: int, inputs: dict[str, int]) -> dict[str, float]:
-        """Return what a rank sends: outputs on, gradients back, and gradients to its replicas.
-
-        inputs: path of a block -> bytes of its input.
-        """
+        """Return what a rank sends: outputs on, gradients back and to replicas. inputs: of a block's path, bytes."""
         layout = self.layout
         # Stage s is on rank s modulo the pipeline's ranks.
         stages = set(range(rank, layout.num_stages, self.num_ranks))

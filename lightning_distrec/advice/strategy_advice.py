@@ -114,8 +114,7 @@ def advise(
     """Return which strategy to take for this module, which stays as it is; no memory beyond its own is needed.
 
     settings: the Trainer, or an object with its `callbacks`, `accumulate_grad_batches` and `gradient_clip_val`.
-    profile: of a training step; None: no batch was run. table_settings: of torchrec_sharded; None: its defaults.
-    options: of the other strategies; None: their defaults.
+    profile: None: no batch was run. table_settings, options: of torchrec_sharded and of others; None: the defaults.
     """
     profile, options = profile or StepProfile(), options or ChosenOptions()
     conversion = Conversion()

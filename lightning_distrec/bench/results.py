@@ -178,10 +178,7 @@ def run_rounds(
     log: Callable[[str], None],
     run_case: Callable[..., MeasuredRun] = run,
 ) -> list[Result]:
-    """Run all cases one after the other, `rounds` times: what slows the machine for a while slows all of them.
-
-    A case that fails is not run again. log: gets a line of progress at a time.
-    """
+    """Run all cases one after the other, `rounds` times: what slows the machine for a while slows all of them."""
     results = [Result(case) for case in cases]
     for number in range(rounds):
         for result in results:

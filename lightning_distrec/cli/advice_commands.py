@@ -153,10 +153,7 @@ def _find_batch_size(*parts: Any) -> int | None:
 
 
 def plan_ahead(options: Namespace) -> DryRun:
-    """Return the dry run that the command line asks for, and write the files that it names.
-
-    Raises ConfigError, and the strategy's own errors.
-    """
+    """Return the dry run that the command line asks for, and write the files that it names."""
     # All options are checked before the module is built, which may take long.
     bandwidths = _parse_bandwidths(options.bandwidth or [])
     check_options(options, "plan", nodes=1, devices=1, batch_size=1, from_data=1)

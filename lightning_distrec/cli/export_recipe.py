@@ -66,10 +66,7 @@ def export_recipe(options: Namespace, on_progress: Callable[[int], None]) -> Non
 
 
 def _example_batches(module: LightningModule, data: LightningDataModule | None) -> tuple[Any, Any]:
-    """Return a batch for predict_step, and one of a single example; None where the dataset has no single examples.
-
-    Raises ConfigError: there is no loader.
-    """
+    """Return a batch for predict_step, and one of a single example, if the dataset has these. Raises ConfigError."""
     source: Any = module if data is None else data
     base = LightningModule if data is None else LightningDataModule
     if data is not None:

@@ -50,10 +50,7 @@ def missing_logger(logger: Any) -> str:
 
 
 def run_lightning(args: Sequence[str]) -> None:
-    """Run a LightningCLI over the LightningModule and LightningDataModule that the YAML names by class_path.
-
-    Every option can come from the environment too (PL_FIT__TRAINER__MAX_EPOCHS and so on).
-    """
+    """Run a LightningCLI; options can come from the environment too (PL_FIT__TRAINER__MAX_EPOCHS and so on)."""
     try:
         FitCLI(
             subclass_mode_model=True,

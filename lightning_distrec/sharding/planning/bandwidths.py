@@ -196,10 +196,7 @@ def _measure(name: str, layout: NodeLayout, device: torch.device, ranks: Ranks) 
 
 
 def _measure_exchange(peers_by_rank: list[list[int]], device: torch.device, ranks: Ranks) -> float:
-    """Collective. Return what a rank sends in a second, when every rank sends as much to each of its peers.
-
-    Where nodes are unequal, the number is that of the rank with most peers, for which all wait.
-    """
+    """Collective. Return what the rank with most peers sends in a second, all ranks sending as much to each peer."""
     max_peers = max(map(len, peers_by_rank))
     peers = peers_by_rank[ranks.rank]
     total = MIN_BYTES

@@ -20,11 +20,7 @@ NUM_LISTED = 10
 
 
 def check_memory(plan: ShardingPlan, memory: RankMemory, reservation: Reservation) -> None:
-    """Raise InfeasiblePlanError where a rank would hold more for its tables than it has.
-
-    Plans of the planner fit; those of files and of earlier runs may not. The planner alone counts the host's memory
-    for tables that a GPU reads from there.
-    """
+    """Raise InfeasiblePlanError where a rank would hold more for its tables than it has: a plan of a file may."""
     # Without the exchange and without caches, whose sizes a file does not have: what is refused here cannot fit.
     usable = memory.less(reservation).device_bytes
     needed = plan.table_bytes()
@@ -50,11 +46,9 @@ def plan_for_run(
 ) -> ShardingPlan:
     """Return a file's plan for these tables, in their order, on the ranks of this run.
 
-    description: the plan, for messages. device: type of the ranks' devices. frozen: full names of tables that nothing
-    updates in this run; those that the plan has data_parallel, which only the user's optimizer needs, become
-    table_wise.
-    Raises PlanError: the plan is for other tables or another number of ranks, or a table cannot be sharded as it says;
-    with all differences.
+    description: the plan, for messages. frozen: full names of tables that nothing updates in this run; those that the
+    plan has data_parallel, which only the user's optimizer needs, become table_wise.
+    Raises PlanError: the plan is for other tables or ranks, or a table cannot be sharded as it says; all differences.
     """
     wrong = []
     if plan.num_ranks != layout.num_ranks:

@@ -58,11 +58,7 @@ def default_types(num_nodes: int) -> tuple[str, ...]:
 
 
 def allowed_types(table: Table, options: TableOptions, layout: NodeLayout, unsplit_rows_for: str) -> tuple[str, ...]:
-    """Return the sharding types that `table` may have.
-
-    unsplit_rows_for: see `TableConstraints`.
-    Raises PlanError: none of those that the user allowed is possible, with the reasons.
-    """
+    """Return the sharding types that `table` may have. Raises PlanError: none that the user allowed is possible."""
     possible = POOLED_TYPES if table.pooled else SEQUENCE_TYPES
     # Defaults that an EmbeddingCollection cannot have are left out silently;
     # types that the user named get a reason below.
@@ -120,9 +116,7 @@ def allowed_kernels(
 ) -> tuple[str, ...]:
     """Return the kernels that may look up `table` if it has one of the sharding types `types`.
 
-    kept_gradient: see `TableConstraints`. device: "cpu" or "cuda".
-    Raises PlanError: none of those that the user allowed is possible, with the reasons; a cache for a table that
-    cannot have one.
+    Raises PlanError: none that the user allowed is possible; a cache for a table that cannot have one.
     """
     types = list(types)
     requested = options.compute_kernels or KERNELS

@@ -44,10 +44,7 @@ class BatchIds:
 
 
 def estimate_batch_ids(numbers: Sequence[float], num_rows: int, counted_share: float | None) -> BatchIds:
-    """Return what was counted, or what ids have that are spread evenly over the rows: others repeat more.
-
-    numbers: ids of each feature.
-    """
+    """Return what was counted, or what `numbers` of ids, by feature, have that are spread evenly over the rows."""
     total = sum(numbers)
     if counted_share is not None:
         return BatchIds(total, counted_share)
@@ -167,10 +164,8 @@ GPU_PENALTIES = ((128, 1.0), (64, 1.15), (0, 1.75))
 def narrow_rows_on_cpu(sharding_type: str, columns: int) -> float:
     """Return by what a CPU's lookups of rows with `columns` columns differ from torchrec's estimate.
 
-    Where shards are blocks of rows, torchrec does not count so.
-
-    Measured with FBGEMM 1.8, ns an id at 60, 40 and 20 ids a bag: 5 to 6 of 16 columns, 20 of 32, 27 of 64, 67 of 128,
-    about what memory copies in their bytes' time.
+    Where shards are blocks of rows, torchrec does not count so. Measured with FBGEMM 1.8, ns an id at 60, 40 and 20 ids
+    a bag: 5 to 6 of 16 columns, 20 of 32, 27 of 64, 67 of 128, about what memory copies in their bytes' time.
     """
     if "row" in sharding_type or sharding_type == "data_parallel":
         return 1.0

@@ -75,8 +75,7 @@ class IdCounts:
     def factors(self, table: Table) -> tuple[float, ...] | None:
         """Return ids per example of each feature of `table`; None where the batches do not show those of all.
 
-        An nn.Embedding's or nn.EmbeddingBag's are those of the tensor that is called as it is, by its path or the last
-        part of that.
+        An nn.Embedding's or nn.EmbeddingBag's are those of the tensor with its path's name, or the last part of that.
         """
         factors = [count.factor for count in self._feature_counts(table) if count is not None and count.examples]
         return tuple(factors) if len(factors) == len(self._feature_counts(table)) else None

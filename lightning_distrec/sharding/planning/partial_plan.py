@@ -112,10 +112,7 @@ class PartialPlan:
             np.add.at(link_times, links, sign * shard_times)
 
     def find_ranks(self, option: EstimatedOption, prefer_memory: bool = False) -> Ranks | None:
-        """Return ranks with memory for the option's shards, those with the least work; None where there are none.
-
-        prefer_memory: those with the most memory left instead.
-        """
+        """Return ranks with memory for the option's shards, with least work or most memory; None: there are none."""
         if option.sharding_type in EVERY_RANK_TYPES:
             fits = bool((option.device_bytes <= self.device_left).all() and (option.host_bytes <= self.host_left).all())
             return np.arange(self.budget.num_ranks) if fits else None
@@ -259,10 +256,7 @@ def exceed_total_memory(options: Sequence[Sequence[EstimatedOption]], budget: Me
 
 
 def pack_by_memory(options: Sequence[Sequence[EstimatedOption]], budget: MemoryBudget) -> PartialPlan | InfeasiblePlan:
-    """Return a plan of any speed: tables by size, each on the ranks with the most memory, with its smallest option.
-
-    Or the first table that does not fit.
-    """
+    """Return a plan of any speed: tables by size, on the ranks with most memory; or the first one without room."""
     smallest = [min(int((o.device_bytes + o.host_bytes).sum()) for o in table_options) for table_options in options]
     plan = PartialPlan(options, budget)
     # Large tables come first, because small ones still fit into what remains.

@@ -54,8 +54,7 @@ def _table_text(name: str, table: PlannedTable) -> str:
 def load_plan(path: str | Path, read: Callable[[Path], bytes] = Path.read_bytes) -> ShardingPlan:
     """Return the plan in a file, or in the plan.json of a checkpoint's folder.
 
-    read: returns what is in a file. Raises ConfigError: there is no such file. PlanError: it is no plan, has another
-    version, or its shards do not cover its tables; with the place in the file.
+    Raises ConfigError: there is no such file. PlanError, with the place in the file: it is no valid plan.
     """
     file = Path(path)
     try:

@@ -44,9 +44,7 @@ def make_plan(
     """Return the plan that was found with the least time on a step. Equal input gives equal plans.
 
     constraints: by full name. topology: its memory is what tables and their exchange may take, without what is
-    reserved. Lookups cost what torchrec estimates, all else is estimated in costs.py; search.py searches.
-    Raises InfeasiblePlanError: the tables do not fit, with the one that does not and the bytes that are missing.
-    PlanError: options of tables contradict each other.
+    reserved. Raises InfeasiblePlanError: the tables do not fit. PlanError: options of tables contradict each other.
     """
     tables = list(tables)
     check_sequence_widths(tables, constraints)

@@ -62,10 +62,7 @@ def time_in_words(plan: ShardingPlan) -> str:
 
 
 def updates_in_words(plan: ShardingPlan) -> str:
-    """Return what takes most of the updates, and what would change it; "" unless updates outweigh all else.
-
-    Of the slowest rank.
-    """
+    """Return what takes most of the slowest rank's updates, what would change it; "" unless they outweigh the rest."""
     if not plan.cost.known:
         return ""
     slowest = plan.cost.slowest
@@ -149,8 +146,7 @@ def print_plan(
 ) -> None:
     """Print the start table. Call it on one rank.
 
-    output_dtype: the type of looked up rows; None for float32. planned_with: a line about the planner's inputs.
-    left_alone: path -> reason, of modules with tables that are not sharded.
+    output_dtype: of looked up rows; None for float32. left_alone: path -> reason, of modules that are not sharded.
     """
     console = console or Console()
     # For an output that is no terminal rich assumes 80 columns, which would fold most of the table's columns.

@@ -89,8 +89,7 @@ class Totals:
 def proposals(options: Options, totals: Totals, budget: MemoryBudget) -> list[PartialPlan]:
     """Return up to `NUM_STARTS` plans, the best first; none where no proposal fits.
 
-    They come from the lowest prices at which tables fit and some higher ones, or from all combinations of options
-    where those are few.
+    They come from the lowest prices at which tables fit, or from all combinations of options where those are few.
     """
     plans: list[PartialPlan] = []
     if _has_few_combinations(options):
@@ -214,10 +213,7 @@ class Search:
         return False
 
     def _moves_of(self, plan: PartialPlan, table: int, unit: float) -> list[tuple[float, float, int, Ranks]]:
-        """Return, for each option of a table that is on no rank: critical path, steepness, the option, its ranks.
-
-        Options that take longer than `unit` on a rank are left out, unless all do.
-        """
+        """Return critical path, steepness, number and ranks of each option that takes up to `unit` on a rank."""
         moves: list[tuple[float, float, int, Ranks]] = []
         options = plan.options[table]
         short = [number for number, option in enumerate(options) if float(option.milliseconds.max()) <= unit]
@@ -234,10 +230,7 @@ class Search:
         return moves
 
     def _with_random_tables_moved(self, plan: PartialPlan) -> PartialPlan | None:
-        """Return a copy in which some tables were taken off and put again in random order; None where one did not fit.
-
-        Each gets the option that adds the least time, sometimes the next best.
-        """
+        """Return a copy in which some tables were put again in random order; None where one did not fit."""
         changed = plan.copy()
         unit = changed.critical_path
         num_tables = len(changed.options)

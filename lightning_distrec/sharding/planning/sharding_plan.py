@@ -113,10 +113,7 @@ class RankUsage:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingPlan:
-    """Where each shard of each table is, what that costs, and what it was made for.
-
-    The planner searches for it, plan files hold it, checks and reports read it; torchrec gets it by `for_torchrec`.
-    """
+    """Where each shard of each table is, what that costs, and what it was made for."""
 
     layout: NodeLayout
     """The ranks."""
@@ -183,11 +180,7 @@ class ShardingPlan:
         return replica_bytes(self.tables.values(), self.layout, self.batch_size, self.sync_interval)
 
     def table_bytes(self, on_host: bool = False, updates: bool = True) -> NDArray[np.int64]:
-        """Return, (R,), bytes of rows, optimizer state and kept gradients on each rank.
-
-        on_host: of the tables that a GPU reads from its host's memory, instead of the others. updates: whether state
-        and gradients count.
-        """
+        """Return, (R,), bytes of rows, with `updates` of state and gradients too; of tables on the host or others."""
         totals = np.zeros(self.num_ranks)
         for table in self.tables.values():
             # A GPU's tables are in one of two memories, and each call sums up one of them.

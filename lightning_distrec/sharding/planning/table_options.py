@@ -158,8 +158,7 @@ def options_by_table(
     """Return the options of every table by its full name: `everywhere`, overridden by the user's for it.
 
     A later pattern overrides an earlier one, option by option, a name any pattern, and a full name a name.
-    Raises ConfigError: a name or pattern that matches no table (with near matches); an option that does not exist;
-    options that contradict each other.
+    Raises ConfigError: a name or pattern that matches no table; an unknown option; options that contradict each other.
     """
     parsed = _parsed(user_options)
     names = {name for table in tables for name in (table.name, table.full_name)}
@@ -204,8 +203,7 @@ def _fits(table: Table, name: str) -> bool:
 def replicated_collections(tables: list[Table], user_options: OptionsByName) -> set[str]:
     """Return the collections, by path, of which all tables are replicated: they stay ordinary layers.
 
-    Names that match no table are ignored. Raises ConfigError: options that contradict each other; an
-    EmbeddingCollection of which only some tables are replicated.
+    Raises ConfigError: options that contradict each other; an EmbeddingCollection of which some tables are replicated.
     """
     parsed = _parsed(user_options)
     paths: set[str] = set()

@@ -56,10 +56,7 @@ DEFAULT = Reservation(share=0.15, origin="default")
 
 
 def reservation_of(option: str | None, environment: Mapping[str, str]) -> Reservation:
-    """Return what the argument says ("15%", "4GB"), or else STORAGE_RESERVE_PERCENT, or else the default.
-
-    Raises ConfigError: it is not above 0 (the variable may be 0), leaves nothing, or has a unit that is not known.
-    """
+    """Return what the argument says ("15%", "4GB"), or STORAGE_RESERVE_PERCENT, or the default."""
     if option is not None:
         return _parse_reserve(option)
     text = environment.get(VARIABLE, "").strip()
@@ -119,10 +116,7 @@ class RankMemory:
 
 
 def memory_bytes_per_rank(device: torch.device, ranks_on_node: int, option: int | None) -> int:
-    """Return all bytes of one rank: as the option says, its device's, or its share of the host's.
-
-    Raises ConfigError: the option is not above 0.
-    """
+    """Return all bytes of one rank: as the option says, its device's, or its share of the host's."""
     if option is not None:
         if option <= 0:
             raise ConfigError(f"memory_bytes_per_rank={option}: must be above 0.")

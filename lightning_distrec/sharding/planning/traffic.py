@@ -133,9 +133,8 @@ def estimate_traffic(
     """Return what a training step sends for `tables`.
 
     batch_size: examples per rank and step. comms: the types in which rows and their gradients are sent.
-    With row-wise types the destination of an id depends on its value; ids are assumed to be spread evenly over the
-    rows. Ids that are sent once are counted once. Control messages, up to 40 bytes for each lookup and pair of ranks,
-    are not counted. Collectives other than all-to-all are assumed to use rings.
+    Ids are assumed to be spread evenly over the rows, and collectives other than all-to-all to use rings. Control
+    messages, up to 40 bytes for each lookup and pair of ranks, are not counted.
     Raises PlanError: a table has a sharding type whose exchanges are not known.
     """
     comms = comms or QuantizedComms()
@@ -292,8 +291,7 @@ def replica_bytes(
 ) -> NDArray[np.float64]:
     """Return, (R,), what each rank of a group sends to the ranks with its shards in other groups, in a step.
 
-    In the mean over steps, where they meet at some only. batch_size: examples per rank and step. Collectives are
-    counted as rings.
+    In the mean over steps, where they meet at some only. Collectives are counted as rings.
     """
     total, replicas = np.zeros(layout.num_ranks), layout.num_replicas
     # Bytes sent for each byte: by a ring's all-gather, and by its all-reduce, a reduce-scatter and an all-gather.

@@ -26,10 +26,7 @@ MAX_MEMORY_SHARE = 0.8
 def activation_budget(
     strategy: "DistRecStrategy[Any]", module: nn.Module, optimizers: Iterable[Optimizer], shares: int
 ) -> int:
-    """Return the bytes that activations may take: what parameters, gradients and optimizer state leave.
-
-    shares: number of ranks that share those, 1 where they are replicated.
-    """
+    """Return the bytes that parameters, gradients and optimizer state, which `shares` ranks share, leave."""
     # Here, because they import torchrec, which runs without tables do not need.
     from lightning_distrec.sharding.planning.topology import memory_bytes_per_rank
     from lightning_distrec.strategies.estimates.module_sizes import dense_bytes

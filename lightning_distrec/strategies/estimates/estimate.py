@@ -19,10 +19,7 @@ from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions,
 
 
 class ShardedBytes:
-    """How parameters are sharded, gathered and freed in a job.
-
-    Raises UnsupportedError or ConfigError, as training does.
-    """
+    """How parameters are sharded, gathered and freed in a job. Raises as training does."""
 
     def __init__(self, job: Job, options: FSDPOptions | None = None) -> None:
         self._job, self._options = job, options or FSDPOptions()
@@ -58,10 +55,7 @@ class ShardedBytes:
         return memory
 
     def sent(self, parameters: list[ParameterSize]) -> dict[str, float]:
-        """Return the bytes of all-gathers and reduce-scatters, and of what replicas average.
-
-        Blocks are gathered twice, but for those whose parameters backward reuses.
-        """
+        """Return the bytes of all-gathers and reduce-scatters, and of what replicas average."""
         last = max((p.block for p in parameters if p.block is not None), default=None)
         gathered = scattered = averaged = replicated = 0.0
         for parameter in parameters:

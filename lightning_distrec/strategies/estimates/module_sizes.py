@@ -210,8 +210,7 @@ def dense_bytes(
 ) -> int:
     """Return bytes of parameters, gradients, optimizer state and buffers that are not of `tables`.
 
-    shares: number of ranks that share them, 1 where they are replicated. An optimizer of an unknown class counts as
-    Adam.
+    shares: number of ranks that share them, 1 where they are replicated. An unknown optimizer counts as Adam.
     """
     table_ids = {id(table.parameter) for table in tables}
     dense = {id(p): p for p in module.parameters() if id(p) not in table_ids}
@@ -230,8 +229,7 @@ def dense_bytes(
 def meta_copy(module: LightningModule) -> LightningModule:
     """Return a copy of the module on the meta device, without its Trainer, after `configure_model`.
 
-    Weights that are shared are shared in the copy too. Raises whatever the module's `__deepcopy__` and
-    `configure_model` raise, which may need a Trainer.
+    Raises whatever the module's `__deepcopy__` and `configure_model` raise, which may need a Trainer.
     """
     memo: dict[int, Any] = {}
     with suppress(RuntimeError):  # the module is attached to no Trainer

@@ -139,9 +139,8 @@ def profile_step(
 ) -> StepProfile:
     """Run a training step with this batch and return what it keeps for its backward and looks up; drop its gradients.
 
-    The step runs on the module itself, on the device that it is on: its buffers may change.
-    takes_times: whether it runs a few times more, to measure how long blocks take. layers: those that may compute their
-    activations again, by path.
+    The step runs on the module itself: its buffers may change. takes_times: whether it runs a few times more, to time
+    blocks. layers: those that may compute their activations again, by path.
     """
     if any(parameter.is_meta for parameter in module.parameters()):
         return StepProfile(batch_size=batch_size, notes=("activations are left out: the module is on the meta device",))
