@@ -49,7 +49,8 @@ def test_the_start_table_shows_that_numbers_are_rounded():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [({"forward": "fp8"}, "'fp8' is not known"), ({"onward": "fp16"}, "there is no option 'onward'")]
+    ("options", "message"),
+    [({"forward": "fp8"}, "'fp8' is not known"), ({"onward": "fp16"}, "there is no option 'onward'")],
 )
 def test_unknown_types_are_refused(options, message):
     from lightning_distrec import TorchRecShardedStrategy
