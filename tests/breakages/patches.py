@@ -91,14 +91,6 @@ BREAKAGES = (
         "Inverse indices of features of one batch size are ignored: examples get other bags.",
         ("multiprocess/sharding/test_variable_batches.py",),
     ),
-    Breakage(
-        "inverse-indices-of-the-first-call",
-        "lightning_distrec/sharding/lookup/sharded_lookup.py",
-        r"bags\.ordered\(prepare_unequal_batches\(self\.setup\.sharded\)\), None",
-        "features, None",
-        "Features in another order than in the first call are expanded by the inverse indices of others.",
-        ("multiprocess/sharding/test_variable_batches.py",),
-    ),
     # ---- cluster
     Breakage(
         "slurm-counts",

@@ -105,11 +105,12 @@ class LookupSetup:
 
     @cached_property
     def takes_unequal_batches(self) -> bool:
-        """Whether torchrec's module looks up features of unequal batch sizes exactly, on any device."""
-        # Not of rows: gloo cannot gather their gradients, and means would be divided by other bags' sizes. Not
-        # data_parallel: FBGEMM on a CPU cannot.
+        """Whether torchrec's module looks up features of unequal batch sizes exactly."""
+        # Not of rows: means would be divided by other bags' sizes.
         types = ("table_wise", "column_wise")
-        return all(use.takes_unequal_batches and use.sharding_type in types for use in self.uses.values())
+        takes = (use.takes_unequal_batches and use.sharding_type in types for use in self.uses.values())
+        # On a CPU FBGEMM refuses them where a rank has several kernels.
+        return self.device.type != "cpu" and all(takes)
 
     @cached_property
     def summed_means(self) -> dict[str, str]:
