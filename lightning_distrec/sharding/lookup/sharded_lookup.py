@@ -60,7 +60,7 @@ class ShardedLookup:
         self._lazy_outputs: list[LazyOutput] = []
         self._consensus = LookupConsensus(setup.path, setup.ranks)
         self._kernels = fbgemm_kernels(setup.sharded)
-        self._has_checked_gradients = False
+        self.has_checked_gradients = False
         if setup.pooled:
             disable_mean_pooling_divisor(setup.sharded)
         calls = [KernelCall(kernel) for kernel in self._kernels]
@@ -182,9 +182,9 @@ class ShardedLookup:
 
         An operation without a form for backward on this device makes such a gap, and the table would stay as it is.
         """
-        if self._has_checked_gradients or not torch.is_grad_enabled() or len(frozen) == len(self.outputs.names):
+        if not torch.is_grad_enabled() or len(frozen) == len(self.outputs.names):
             return
-        self._has_checked_gradients = True
+        self.has_checked_gradients = True
         leaves = reached_leaves(tensors)
         reached = [
             any(id(p) in leaves for p in kernel.parameters())  # fused; where gradients are kept, shards get them
@@ -261,7 +261,8 @@ class PendingRows:
             else:
                 rows = outputs.jagged(request.restore(rows, outputs.features), self.frozen)
                 tensors += [jagged.values() for jagged in rows.values()]
-        lookup.check_gradients(tensors, self.frozen)
+        if not lookup.has_checked_gradients:
+            lookup.check_gradients(tensors, self.frozen)
         if request.short is not None:
             # The exchange calls them once for all outputs, before it sends gradients.
             self._exchange.on_gradient = self._hooks

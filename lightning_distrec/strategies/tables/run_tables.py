@@ -243,7 +243,8 @@ class RunTables:
             self.in_backward.check()
         self.replicas.before_step()
         self._refuse_late_hooks()
-        self._refuse_late_optimizers()
+        if not self._has_begun:
+            self._refuse_late_optimizers()
         if self.table_optimizers:
             self._added_tables.refuse(self.optimizers)
         self.unfreezing.follow(self.all_optimizers)
@@ -283,8 +284,6 @@ class RunTables:
                 )
 
     def _refuse_late_optimizers(self) -> None:
-        if self._has_begun:
-            return
         self._has_begun = True
         for name, shards in self.shards.parameters().items():
             if name not in self.in_backward_tables and any(map(in_backward_optimizers, shards)):
