@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.profiler import record_function
+from torch.overrides import TorchFunctionMode
 from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist
@@ -155,6 +156,28 @@ def silence_torchrec() -> Iterator[None]:
     finally:
         for logger, level in levels.items():
             logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def keep_rows_undrawn() -> Iterator[None]:
+    """Make sharders leave the rows of new shards as memory has them, for who fills all of them afterwards."""
+    # Else all rows are drawn twice or, where gradients are kept, three times. Source: init_parameters in
+    # batched_embedding_kernel.py, reset_parameters in embedding.py and embeddingbag.py, and torch.randn in fbgemm_gpu's
+    # DenseTableBatchedEmbeddingBagsCodegen.
+    from torchrec.distributed import batched_embedding_kernel, embedding, embeddingbag
+
+    with Patches() as patches:
+        for kind in (batched_embedding_kernel.BaseBatchedEmbedding, batched_embedding_kernel.BaseBatchedEmbeddingBag):
+            patches.replace(kind, "init_parameters", lambda kernel: None)
+        for kind in (embedding.ShardedEmbeddingCollection, embeddingbag.ShardedEmbeddingBagCollection):
+            patches.replace(kind, "reset_parameters", lambda collection: None)
+        with _EmptyForRandn():
+            yield
+
+
+class _EmptyForRandn(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (torch.empty if func is torch.randn else func)(*args, **(kwargs or {}))
 
 
 def lookups_of(sharded: Any) -> list[nn.Module]:

@@ -1,11 +1,16 @@
 """Brings rows to their shards: the user's own weights, a loaded file's, an earlier plan's, or new ones."""
 
 import hashlib
+import inspect
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torchrec.distributed.types import ShardedTensor
 
@@ -17,6 +22,8 @@ CHUNK_BYTES = 64 * 2**20
 """Maximum that is sent, or made and partly thrown away, at a time."""
 BLOCK_ROWS = 2**16
 """Rows that are initialised together, so that a row's first value does not depend on the plan."""
+PROGRESS_SECONDS = 5.0
+"""How long rows of a table are drawn before a line tells so."""
 
 
 @dataclass(frozen=True)
@@ -122,25 +129,68 @@ def init_rows(table: Table, targets: list[TableShard], seed: int) -> None:
     """Fill this rank's shards of a table that was built without memory, by the init function of its config.
 
     The function is called on blocks of BLOCK_ROWS rows, each with a generator seeded by the seed, the table and the
-    block; the rank keeps what it holds of a block. So the values do not depend on ranks or plan, for tables of one
-    block whatever the function, for larger ones where it treats all elements alike (uniform_, normal_, constant_ ...).
+    block; the rank keeps what it holds of a block. So the values do not depend on ranks, threads or plan, for tables of
+    one block whatever the function, for larger ones where it treats all elements alike (uniform_, normal_ ...).
     """
-    config, name = table.config, table.full_name
+    name, start, next_line = table.full_name, time.monotonic(), PROGRESS_SECONDS
+    blocks = [
+        (target, target.tensor, block)
+        for target in targets
+        if target.tensor is not None and target.num_rows
+        for block in range(target.row // BLOCK_ROWS, (target.row + target.num_rows - 1) // BLOCK_ROWS + 1)
+    ]
+    num_threads = _num_threads(table, [tensor for _, tensor, _ in blocks])
+    # Torch draws a tensor by one thread, and lets others run meanwhile.
+    with ThreadPoolExecutor(num_threads) as pool:
+        draw = partial(_draw_block, table, seed, num_threads > 1)
+        for count, _ in enumerate(pool.map(draw, blocks) if num_threads > 1 else map(draw, blocks), 1):
+            seconds = time.monotonic() - start
+            if seconds > next_line and count < len(blocks):
+                next_line = 2 * seconds
+                rank_zero_info(
+                    f"torchrec_sharded: table '{name}': rank 0 has drawn {count / len(blocks):.0%} of its rows "
+                    f"in {seconds:.0f} s."
+                )
+
+
+def _num_threads(table: Table, tensors: list[Tensor]) -> int:
+    """Return how many threads may draw: one where the init function draws by the process's only global generator."""
+    function = table.config.init_fn
+    while isinstance(function, partial):
+        function = function.func
+    if getattr(function, "__module__", "") != nn.init.__name__ or any(tensor.is_cuda for tensor in tensors):
+        return 1
+    if "generator" not in inspect.signature(function).parameters:  # type: ignore[arg-type]
+        return 1
+    return max(1, min(torch.get_num_threads(), len(tensors)))
+
+
+def _draw_block(table: Table, seed: int, by_generator: bool, place: tuple[TableShard, Tensor, int]) -> None:
+    """Fill what a shard, with its tensor, holds of a block. by_generator: leave the global generator alone."""
+    (target, tensor, block), (config, name) = place, (table.config, table.full_name)
     assert config.init_fn is not None
-    for target in (target for target in targets if target.tensor is not None and target.num_rows):
-        assert target.tensor is not None
-        for block in range(target.row // BLOCK_ROWS, (target.row + target.num_rows - 1) // BLOCK_ROWS + 1):
-            start = block * BLOCK_ROWS
-            rows = min(BLOCK_ROWS, config.num_embeddings - start)
-            # All columns, though a column-wise shard keeps some: the draws must be those of the unsharded table.
-            values = torch.empty(rows, config.embedding_dim, device=target.tensor.device)
-            # By the global generator, since init functions take none; forked, so that the user's draws go on.
-            with torch.random.fork_rng(devices=[values.device] if values.is_cuda else []), torch.no_grad():
-                # Not Python's hash, which differs between processes. 63 bits fit into torch's signed seeds.
-                digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
-                torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+    start = block * BLOCK_ROWS
+    rows = min(BLOCK_ROWS, config.num_embeddings - start)
+    source = TableShard(target.rank, start, 0, rows, config.embedding_dim)
+    first = start - target.row
+    values = tensor.detach()[max(0, first) : first + rows]
+    is_in_place = values.shape == (rows, config.embedding_dim) and values.dtype == torch.get_default_dtype()
+    if not is_in_place:
+        # All columns, though a column-wise shard keeps some: the draws must be those of the unsharded table.
+        values = torch.empty(rows, config.embedding_dim, device=tensor.device)
+    # Not Python's hash, which differs between processes. 63 bits fit into torch's signed seeds.
+    digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
+    block_seed, address = int.from_bytes(digest, "little") >> 1, values.data_ptr()
+    with torch.no_grad():
+        if by_generator:
+            config.init_fn(values, generator=torch.Generator().manual_seed(block_seed))  # type: ignore[call-arg]
+        else:
+            # Forked, so that the user's draws go on.
+            with torch.random.fork_rng(devices=[values.device] if values.is_cuda else []):
+                torch.manual_seed(block_seed)
                 config.init_fn(values)
-            _copy_overlap(values, TableShard(target.rank, start, 0, rows, config.embedding_dim), target)
+    if not is_in_place or values.data_ptr() != address:  # the function may have set `values.data`
+        _copy_overlap(values, source, target)
 
 
 def _same_place(a: TableShard, b: TableShard) -> bool:

@@ -20,6 +20,7 @@ from lightning_distrec._compat.torchrec import (
     detach_fused_optimizer,
     free_unsharded_tables,
     free_weights,
+    keep_rows_undrawn,
     silence_torchrec,
 )
 from lightning_distrec._compat.torchrec_collisions import (
@@ -136,7 +137,7 @@ def _sharded_modules(sharding: TableSharding) -> dict[str, ShardedModule]:
                 attach_fused_optimizer(table.parameter, *sharding.fused[table.full_name])
         parameter_sharding = {table.name: sharding.plan[table.full_name] for table in tables}
         sharder = sharder_of(tables[0], sharding.comms)
-        with silence_torchrec():
+        with silence_torchrec(), keep_rows_undrawn():  # _bring_rows fills all of them
             sharded[path] = sharder.shard(tables[0].module, parameter_sharding, environment, sharding.device, path)
         for table in tables:
             detach_fused_optimizer(table.parameter)

@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.optim import _apply_optimizer_in_backward, _get_in_backward_optimizers
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
-from torchrec import EmbeddingBagCollection
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.types import ShardedModule
 
 import lightning_distrec._compat as _deprecations
@@ -322,6 +322,38 @@ def test_silence_torchrec_is_needed_and_restores_the_levels(caplog: pytest.LogCa
         Topology(world_size=2, compute_device="cpu")
     assert "the job will fail" not in caplog.text
     assert logging.getLogger("torchrec").level == logging.NOTSET
+
+
+def _sharders_that_draw(undrawn: bool) -> list[bool]:
+    from torchrec import EmbeddingCollection, EmbeddingConfig
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+    from torchrec.distributed.types import ShardingEnv
+
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    environment, draw = ShardingEnv.from_process_group(torch.distributed.group.WORLD), []
+    options: Any = {"name": "t", "embedding_dim": 4, "num_embeddings": 8, "feature_names": ["a"]}
+    pairs: Any = [
+        (EmbeddingBagCollection([EmbeddingBagConfig(**options)]), EmbeddingBagCollectionSharder()),
+        (EmbeddingCollection([EmbeddingConfig(**options)]), EmbeddingCollectionSharder()),
+    ]
+    for collection, sharder in pairs:
+        plan = construct_module_sharding_plan(
+            collection, {"t": row_wise()}, sharder, local_size=1, world_size=1, device_type="cpu"
+        )
+        random_state = torch.get_rng_state()
+        with _torchrec.keep_rows_undrawn() if undrawn else contextlib.nullcontext():
+            sharder.shard(collection, plan, environment, torch.device("cpu"))
+        draw.append(not torch.equal(torch.get_rng_state(), random_state))
+    torch.distributed.destroy_process_group()
+    return draw
+
+
+def test_keep_rows_undrawn_is_needed_and_keeps_both_collections_from_drawing() -> None:
+    assert _sharders_that_draw(undrawn=False) == [True, True]
+    assert _sharders_that_draw(undrawn=True) == [False, False]
 
 
 class CountsSteps(pl.LightningModule):
