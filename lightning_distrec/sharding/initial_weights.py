@@ -23,7 +23,7 @@ CHUNK_BYTES = 64 * 2**20
 BLOCK_ROWS = 2**16
 """Rows that are initialised together, so that a row's first value does not depend on the plan."""
 PROGRESS_SECONDS = 5.0
-"""How long rows of a table are drawn before a line tells so."""
+"""How long rows of a table are drawn before a line reports it."""
 
 
 @dataclass(frozen=True)
