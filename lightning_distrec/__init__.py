@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
     from lightning_distrec.prefetch.prefetcher import PrefetchOptions
     from lightning_distrec.sharding.collective_reads import sharded_l2
+    from lightning_distrec.sharding.meta_tables import meta_tables
     from lightning_distrec.sharding.planning.bandwidths import Bandwidths
     from lightning_distrec.sharding.planning.table_options import PlanningOptions, TableOptions
     from lightning_distrec.sharding.sharders import QuantizedComms
@@ -59,6 +60,7 @@ __all__ = [
     "TorchRecShardedStrategy",
     "TunedDDPStrategy",
     "TunedFSDPStrategy",
+    "meta_tables",
     "sharded_l2",
 ]
 
@@ -84,6 +86,7 @@ _HOMES = {
     "TorchRecShardedStrategy": "lightning_distrec.strategies.torchrec",
     "TunedDDPStrategy": "lightning_distrec.strategies.ddp",
     "TunedFSDPStrategy": "lightning_distrec.strategies.fsdp",
+    "meta_tables": "lightning_distrec.sharding.meta_tables",
     "sharded_l2": "lightning_distrec.sharding.collective_reads",
 }
 

@@ -55,10 +55,11 @@ def is_first_replica(tensor: Any) -> bool:
     return 0 in torch.distributed.get_process_group_ranks(tensor._process_group)
 
 
-def watch_operations(note: Note) -> AbstractContextManager[Any]:
+def watch_operations(note: Note, check: Callable[..., None] | None = None) -> AbstractContextManager[Any]:
     """Call `note` after each operation that torch dispatches inside of the context, below autograd and autocast.
 
-    note: gets the operation, its arguments, and what it returned; what it runs itself is not watched.
+    note: gets the operation, its arguments, and what it returned; what it runs itself is not watched. check: gets the
+    operation and its arguments before it runs.
     """
     # What torch.compile has compiled runs without it: a mode that does not ignore compile's internals makes torch
     # give up for good on any function that is first called inside of it.
@@ -71,6 +72,8 @@ def watch_operations(note: Note) -> AbstractContextManager[Any]:
             return True
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if check is not None:
+                check(func, args, kwargs or {})
             output = func(*args, **(kwargs or {}))
             note(func, args, kwargs or {}, output)
             return output
@@ -115,6 +118,28 @@ def written_by(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     for argument in schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield values.get(argument.name)
+
+
+def truncated_draw(frame: Any) -> dict[str, Any] | None:
+    """Return the options with which torch's trunc_normal_ asks in this frame whether its tensor is on meta."""
+    # It is no torch function, and so cannot be seen itself. Source: torch/nn/init.py, _no_grad_trunc_normal_.
+    while frame is not None and frame.f_code.co_name == "__torch_function__":  # modes, such as torch.device()
+        frame = frame.f_back
+    if frame is None or frame.f_code is not torch.nn.init._no_grad_trunc_normal_.__code__:
+        return None
+    if frame.f_locals["generator"] is not None:
+        return None
+    return {name: frame.f_locals[name] for name in ("mean", "std", "a", "b")}
+
+
+def returns_view(operation: Any) -> bool:
+    """Return whether an operation returns views of its arguments only. Source: torch/_ops.py, OpOverload._schema."""
+    return all(returned.alias_info is not None for returned in operation._schema.returns)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was written to in place. Source: torch/csrc/autograd/variable.h, VariableVersion."""
+    return tensor._version
 
 
 def storage_key(tensor: Tensor) -> int:

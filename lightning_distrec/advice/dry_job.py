@@ -19,6 +19,7 @@ from lightning_distrec.errors import ConfigError
 from lightning_distrec.optimizers.torchrec_optimizers import see_through
 from lightning_distrec.optimizers.translation import UNKNOWN_TENSORS, TableUpdate
 from lightning_distrec.prefetch.peek import first_batches, loaders_in, peek_obstacle
+from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.sharding.planning.bandwidths import Bandwidth, bandwidth_request
 from lightning_distrec.sharding.planning.constraints import TableConstraints
 from lightning_distrec.sharding.planning.id_counts import MIN_FACTOR, IdCounts
@@ -27,7 +28,6 @@ from lightning_distrec.sharding.planning.topology import RankMemory, make_topolo
 from lightning_distrec.sharding.planning.traffic import IDS, ROW_GRADIENTS, ROWS
 from lightning_distrec.sharding.sharders import HOST_KERNELS
 from lightning_distrec.sharding.sharding_groups import NodeLayout, ShardingGroupOptions, checked_size
-from lightning_distrec.sharding.tables import tables_on_meta
 from lightning_distrec.strategies.estimates.estimate import TablesShare
 from lightning_distrec.strategies.estimates.module_sizes import Job, configured_optimizers, dense_bytes, meta_copy
 from lightning_distrec.strategies.estimates.step_profile import StepProfile

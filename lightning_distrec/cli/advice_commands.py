@@ -36,11 +36,11 @@ from lightning_distrec.cli.lightning_cli import (
 )
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.option_values import check_choice
+from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.sharding.planning.bandwidths import NAMES, Bandwidth
 from lightning_distrec.sharding.planning.plan_file import save_plan
 from lightning_distrec.sharding.planning.report_page import write_page
 from lightning_distrec.sharding.planning.topology import memory_bytes_per_rank
-from lightning_distrec.sharding.tables import tables_on_meta
 from lightning_distrec.strategies.estimates.dense_options import watched_layers
 from lightning_distrec.strategies.estimates.module_sizes import Job
 from lightning_distrec.strategies.estimates.step_profile import StepProfile, profile_step

@@ -14,7 +14,7 @@ from lightning_distrec.checkpoint.contents import read_contents
 from lightning_distrec.cli.lightning_cli import RecipeBuilder, build_recipe
 from lightning_distrec.errors import CheckpointError, ConfigError
 from lightning_distrec.serving.artifact import Served, export_for_serving
-from lightning_distrec.sharding.tables import tables_on_meta
+from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.units import format_bytes, quantity
 
 LOADERS = {"predict": "predict_dataloader", "test": "test_dataloader", "validate": "val_dataloader"}

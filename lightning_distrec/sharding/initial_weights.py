@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchrec.distributed.types import ShardedTensor
 
 from lightning_distrec.chunks import Chunk
+from lightning_distrec.sharding.meta_weight import initial_rows
 from lightning_distrec.sharding.sharding_groups import ShardingGroups
 from lightning_distrec.sharding.tables import Table
 
@@ -168,7 +169,7 @@ def _num_threads(table: Table, tensors: list[Tensor]) -> int:
 def _draw_block(table: Table, seed: int, by_generator: bool, place: tuple[TableShard, Tensor, int]) -> None:
     """Fill what a shard, with its tensor, holds of a block. by_generator: leave the global generator alone."""
     (target, tensor, block), (config, name) = place, (table.config, table.full_name)
-    assert config.init_fn is not None
+    fill = initial_rows(table.parameter, config.init_fn)
     start = block * BLOCK_ROWS
     rows = min(BLOCK_ROWS, config.num_embeddings - start)
     source = TableShard(target.rank, start, 0, rows, config.embedding_dim)
@@ -183,12 +184,12 @@ def _draw_block(table: Table, seed: int, by_generator: bool, place: tuple[TableS
     block_seed, address = int.from_bytes(digest, "little") >> 1, values.data_ptr()
     with torch.no_grad():
         if by_generator:
-            config.init_fn(values, generator=torch.Generator().manual_seed(block_seed))  # type: ignore[call-arg]
+            fill(values, start, generator=torch.Generator().manual_seed(block_seed))
         else:
             # Forked, so that the user's draws go on.
             with torch.random.fork_rng(devices=[values.device] if values.is_cuda else []):
                 torch.manual_seed(block_seed)
-                config.init_fn(values)
+                fill(values, start)
     if not is_in_place or values.data_ptr() != address:  # the function may have set `values.data`
         _copy_overlap(values, source, target)
 

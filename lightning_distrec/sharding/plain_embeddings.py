@@ -88,7 +88,7 @@ class PlainEmbeddings:
                 )
 
     def _obstacle(self, plain: Plain) -> str:
-        if changed := _overridden(type(plain)):
+        if changed := overridden_name(type(plain)):
             return f"{type(plain).__name__} is a subclass and may compute something else: it has its own {changed}"
         if not isinstance(plain.weight, nn.Parameter):
             return "its weight is computed, not a parameter (a parametrization)"
@@ -114,7 +114,7 @@ class PlainEmbeddings:
         return ""
 
 
-def _overridden(kind: type[Plain]) -> str:
+def overridden_name(kind: type[Plain]) -> str:
     """Return the first name by which a subclass may compute something else than its lookup does, or ""."""
     base: type[nn.Module] = nn.Embedding if issubclass(kind, nn.Embedding) else nn.EmbeddingBag
     # By all classes down to torch's own: a base class of the user's may compute something else, too.

@@ -53,6 +53,7 @@ from lightning_distrec.sharding.mapping.state import (
     lookups_with_mappings,
     restore_mch,
 )
+from lightning_distrec.sharding.meta_weight import stop_recording
 from lightning_distrec.sharding.proxies import ProxyWeight, ShardedProxy, make_proxy
 from lightning_distrec.sharding.row_gradients import LocalShard, local_shards_of
 from lightning_distrec.sharding.shard_access import GuardedTable, rewriting, watch_caches
@@ -94,6 +95,8 @@ class TableSharding:
 def shard_tables(sharding: TableSharding) -> ShardedTables:
     """Collective. Shard the tables by the plan, and bring their rows to the shards."""
     tables, device = sharding.tables, sharding.device
+    for table in tables:
+        stop_recording(table.parameter)
     # torchrec initialises shards, a different number of draws on each rank; the user's generators must stay alike.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         sharded = _sharded_modules(sharding)

@@ -79,7 +79,7 @@ def _guarded(_: type, func: Callable[..., Any], types: Any, args: Any = (), kwar
         name = attribute if name == "__get__" else "data =" if attribute == "data" else "setting another"
     # By the code that calls: a read of the shard is right in an optimizer, and wrong in the user's step.
     reads_values = name in VALUES | SHAPES if is_attribute else name not in DESCRIBES
-    if not reads_values or _is_called_by_us(inspect.currentframe()):
+    if not reads_values or is_called_by_us(inspect.currentframe()):
         with without_guard():
             return func(*args, **kwargs)
     if name in SHAPES:
@@ -119,7 +119,7 @@ def guard(table: GuardedTable, places: list[tuple[int, int]]) -> None:
         weight.place = ShardPlace(table, row, column, rows, columns)
 
 
-def _is_called_by_us(frame: FrameType | None) -> bool:
+def is_called_by_us(frame: FrameType | None) -> bool:
     """Whether our code asks, torchrec's or an optimizer's, and not user code."""
     frame = None if frame is None else frame.f_back
     while frame is not None:

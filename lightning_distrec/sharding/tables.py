@@ -1,11 +1,8 @@
 """Finds the embedding tables of a module."""
 
-import functools
-import inspect
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -315,37 +312,3 @@ def smallest_tables(tables: list[Table]) -> dict[str, Table]:
             if feature not in smallest or table.num_ids < smallest[feature].num_ids:
                 smallest[feature] = table
     return smallest
-
-
-@contextmanager
-def tables_on_meta() -> Iterator[None]:
-    """Make collections that are constructed inside of the context without a `device` of their own on meta.
-
-    Everything else keeps its device, so that dense layers are initialised as usual. The rows are made shard by shard
-    once a plan assigns them to ranks (initial_weights.py).
-    """
-    # The two constructors are replaced for the time of the context: a `with torch.device("meta")` around the user's
-    # code would put every other layer on meta too.
-    originals = {kind: kind.__init__ for kind in (EmbeddingBagCollection, EmbeddingCollection)}
-    for kind, original in originals.items():
-        kind.__init__ = _with_meta_default(original)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for kind, original in originals.items():
-            kind.__init__ = original  # type: ignore[method-assign]
-
-
-def _with_meta_default(original: Any) -> Any:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def init(*args: Any, **kwargs: Any) -> None:
-        bound = signature.bind(*args, **kwargs)
-        # A subclass is left alone by the strategy, and so are odd dims; they need their rows now.
-        exact = type(args[0]) in (EmbeddingBagCollection, EmbeddingCollection)
-        if exact and not odd_dim(bound.arguments["tables"]) and bound.arguments.get("device") is None:
-            bound.arguments["device"] = torch.device("meta")
-        original(*bound.args, **bound.kwargs)
-
-    return init

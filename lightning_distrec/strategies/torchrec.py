@@ -20,12 +20,12 @@ from lightning_distrec.prefetch.fetcher import ReadyBatch
 from lightning_distrec.prefetch.prefetcher import PrefetchOptions
 from lightning_distrec.prefetch.step_calls import LookupCounts
 from lightning_distrec.sharding.lookup.lookup_setup import CheckIds
+from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.sharding.plain_embeddings import Conversion, Convert
 from lightning_distrec.sharding.planning.table_options import EmbeddingUpdate, PlanningOptions, TableOptions
 from lightning_distrec.sharding.shard_access import plain_shards
 from lightning_distrec.sharding.sharders import QuantizedComms
 from lightning_distrec.sharding.sharding_groups import NodeLayout, ShardingGroupOptions
-from lightning_distrec.sharding.tables import tables_on_meta
 from lightning_distrec.sharding.torchrec_objects import as_comms, refuse_keywords
 from lightning_distrec.strategies.data_parallel.loss_weight import LossReduction
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions, make_mesh
@@ -145,7 +145,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        with super().tensor_init_context(empty_init), tables_on_meta():
+        with super().tensor_init_context(empty_init), tables_on_meta(self.table_settings.conversion):
             yield
 
     @override

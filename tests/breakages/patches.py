@@ -602,6 +602,22 @@ BREAKAGES = (
         ("unit/sharding/test_initial_rows.py",),
     ),
     Breakage(
+        "writes-before-rows",
+        "lightning_distrec/sharding",
+        r"record\.append\(write\)",
+        "pass",
+        "What a constructor writes to a table without rows is lost.",
+        ("unit/sharding/test_meta_weight.py",),
+    ),
+    Breakage(
+        "writes-of-ranks",
+        "lightning_distrec/strategies/tables",
+        r"if rank_writes != writes:",
+        "if False:",
+        "Ranks begin with rows of different tables.",
+        ("multiprocess/sharding/test_meta_tables.py",),
+    ),
+    Breakage(
         "tied-weights",
         "lightning_distrec/sharding",
         r"other_names = self\._names\[id\(plain\.weight\)\] - .*",

@@ -22,6 +22,7 @@ from lightning_distrec.optimizers.updates_in_backward import (
     refuse_inexact_in_backward,
     refuse_inexact_settings,
 )
+from lightning_distrec.sharding.meta_weight import can_have_rows, give_rows
 from lightning_distrec.sharding.plain_embeddings import NO_CONVERSION
 from lightning_distrec.sharding.planning.constraints import (
     TableConstraints,
@@ -117,8 +118,12 @@ def select_tables(module: nn.Module, settings: TableSettings) -> SelectedTables:
     read = read_tables(module, tables, options)
     # Asked for by its path, an embedding is sharded although its weight is read, and the read raises by name.
     if isinstance(settings.conversion.selected, str):  # not asked for by name
-        # On meta there are no rows to keep on every rank, so such a table is sharded, and reading its weight raises.
-        tables = [table for table in tables if table.full_name not in read or table.parameter.is_meta]
+        # On meta there may be no rows to keep on every rank: such a table is sharded, and reading its weight raises.
+        tables = [
+            table
+            for table in tables
+            if table.full_name not in read or (table.parameter.is_meta and not can_have_rows(table.parameter))
+        ]
     # A table with replicated=True is still here where the collection is sharded because of its other tables.
     table_options = {
         name: TableOptions(sharding_types=["data_parallel"]) if options[name].replicated else options[name]
@@ -130,6 +135,10 @@ def select_tables(module: nn.Module, settings: TableSettings) -> SelectedTables:
         if name not in table_options
     }
     read = {name: method for name, method in read.items() if name in table_options}
+    sharded_weights = {id(table.parameter) for table in tables}
+    for parameter in module.parameters():
+        if id(parameter) not in sharded_weights and can_have_rows(parameter):
+            give_rows(parameter)
     return SelectedTables(tables, table_options, left_alone, replicated, read)
 
 

@@ -16,6 +16,7 @@ from lightning_distrec.ranks import Ranks
 from lightning_distrec.sharding.lookup.mapped_ids import MappedIds, RowReset
 from lightning_distrec.sharding.mapping.mch_mapping import MchMapping
 from lightning_distrec.sharding.mapping.spec import Policy, RowsOfIds, dynamic_spec
+from lightning_distrec.sharding.meta_weight import carry_record
 from lightning_distrec.sharding.planning.table_options import TableOptions
 from lightning_distrec.sharding.row_gradients import LocalShard
 from lightning_distrec.sharding.sharded_tables import ShardedTables
@@ -66,6 +67,7 @@ def _resize(table: Table, rows: int) -> None:
         old_weight.detach()[repeated] if not old_weight.is_meta else old_weight.new_empty(rows, old_weight.shape[1])
     )
     fill_weight(table.module, table.local_key, weight, old_weight.requires_grad)
+    carry_record(old_weight, table.parameter)
     # torchrec's sharder reads the number of rows from the config, checkpoints and reprs from the module.
     table.module.get_submodule(table.local_key.removesuffix(".weight")).num_embeddings = rows  # type: ignore[assignment]
     table.config.num_embeddings = rows

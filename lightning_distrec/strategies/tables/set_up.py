@@ -32,6 +32,7 @@ from lightning_distrec.optimizers.translation import NO_UPDATE, LearningRates, T
 from lightning_distrec.sharding.initial_weights import TableShard
 from lightning_distrec.sharding.lookup.lookup_setup import LookupSetup, TableUse
 from lightning_distrec.sharding.lookup.sharded_lookup import ShardedLookup
+from lightning_distrec.sharding.meta_weight import written_digest
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.shard_tables import TableSharding, shard_tables
 from lightning_distrec.sharding.sharded_tables import ShardedTables, refuse_foreign_shards, sharded_tables_of
@@ -120,14 +121,22 @@ def _check_same_tables(inputs: SetUpInputs, tables: list[Table]) -> bool:
     """Collective. Raise ShardingError where ranks have different tables; return whether any rank counts ids."""
     shapes = [(t.full_name, t.config.num_embeddings, t.config.embedding_dim, t.config.feature_names) for t in tables]
     local_tables = (shapes, [t.parameter.is_meta for t in tables])
-    gathered = inputs.consensus.all_gather((local_tables, inputs.settings.planning.estimate_pooling))
-    for rank, (rank_tables, _) in enumerate(gathered):
+    writes = [written_digest(t.parameter) for t in tables]
+    gathered = inputs.consensus.all_gather((local_tables, writes, inputs.settings.planning.estimate_pooling))
+    for rank, (rank_tables, rank_writes, _) in enumerate(gathered):
         if rank_tables != local_tables:
             raise ShardingError(
                 f"the ranks have different tables: rank {inputs.consensus.rank} has {shapes}, rank {rank} "
                 f"{rank_tables[0]}. Build the same module on every rank."
             )
-    return any(num_batches for _, num_batches in gathered)
+        if rank_writes != writes:
+            name = next(t.full_name for t, a, b in zip(tables, writes, rank_writes, strict=True) if a != b)
+            raise ShardingError(
+                f"table '{name}' was built without rows, and ranks {inputs.consensus.rank} and {rank} wrote other "
+                "values to its weight. Each rank makes its own rows: call seed_everything before the module is built, "
+                "or build the table with device='cpu', which takes rank 0's rows."
+            )
+    return any(num_batches for *_, num_batches in gathered)
 
 
 def _plan_and_shard(inputs: SetUpInputs, decisions: Decisions, earlier: ShardedTables | None) -> RunTables:

@@ -25,7 +25,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def _table(init_fn: Callable[[Tensor], Any]) -> Any:
     config = SimpleNamespace(init_fn=init_fn, num_embeddings=ROWS, embedding_dim=DIM)
-    return SimpleNamespace(config=config, full_name="users")
+    return SimpleNamespace(parameter=None, config=config, full_name="users")
 
 
 def _drawn(

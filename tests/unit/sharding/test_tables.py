@@ -7,7 +7,8 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollec
 from torchrec.modules.embedding_configs import DataType
 
 from lightning_distrec.errors import ShardingError
-from lightning_distrec.sharding.tables import find_tables, output_names, tables_on_meta
+from lightning_distrec.sharding.meta_tables import tables_on_meta
+from lightning_distrec.sharding.tables import find_tables, output_names
 from tests.support.click_model import bag_configs
 
 

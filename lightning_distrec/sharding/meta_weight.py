@@ -1,0 +1,246 @@
+"""Weights of tables that have no rows yet: what is written to them is recorded, and repeated block by block.
+
+A constructor may write to a weight (nn.init, `weight.data.uniform_()`, `weight[0] = 0`, `weight.data.copy_(rows)`)
+before a plan assigns its rows to ranks. On the meta device that would be lost. Writes that treat every element alone
+are recorded, and each rank repeats them for its own rows. Anything else (a norm, a copy of the
+weight) gives the weight all of its rows at once, as without this package.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+from warnings import warn
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+from lightning_distrec._compat.tensors import (
+    returns_view,
+    storage_key,
+    truncated_draw,
+    watch_operations,
+    written_by,
+)
+from lightning_distrec.errors import ShardingError
+from lightning_distrec.host_memory import free_host_bytes
+from lightning_distrec.sharding.shard_access import without_guard
+from lightning_distrec.sharding.shard_weight import DESCRIBES, SHAPES, VALUES, is_called_by_us
+from lightning_distrec.sharding.weight_writes import Draw, NeedsRows, Place, Record, Write
+from lightning_distrec.units import format_bytes
+
+NEED_ROWS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "share_memory_"})
+"""Methods of DESCRIBES that are for a weight that is not sharded."""
+CREATES = frozenset({
+    *("new_tensor", "new_empty", "new_zeros", "new_ones", "new_full", "empty_like", "zeros_like", "ones_like"),
+    *("full_like", "randn_like", "rand_like"),
+})
+"""What makes another tensor and reads no values."""
+
+
+def _guarded(_: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    kwargs, name = kwargs or {}, func.__name__
+    is_attribute = name in ("__get__", "__set__", "__delete__")
+    if is_attribute:
+        attribute = func.__self__.__name__  # type: ignore[attr-defined]
+        name = attribute if name == "__get__" else "data =" if attribute == "data" else "setting another"
+    reads = (
+        name in VALUES - {"grad"}
+        if is_attribute
+        else name not in (DESCRIBES | SHAPES) - NEED_ROWS - {"new_tensor", "__deepcopy__", "__reduce_ex__"}
+    )
+    weights = [tensor for tensor in _tensors_in([args, kwargs]) if isinstance(tensor, (MetaWeight, MetaValues))]
+    frame = inspect.currentframe()
+    is_constructing = any(weight.record.in_constructor for weight in weights)
+    is_ours = not is_constructing and is_called_by_us(frame)
+    if is_attribute and name in ("device", "is_meta") and not is_ours:
+        return _described(name, args[0], frame.f_back if frame is not None else None)
+    if not reads or is_ours:
+        with without_guard():
+            return func(*args, **kwargs)
+    if name == "equal":  # Lightning looks a parameter up in param groups so
+        return args[0] is args[1]
+    if name == "data =" and isinstance(args[0], MetaWeight) and not isinstance(args[1], (MetaWeight, MetaValues)):
+        give_rows(args[0], args[1])
+        return None
+    if name in CREATES:
+        with without_guard():
+            return func(*args, **{"device": weights[0].record.device} | kwargs)
+    if name == "__setitem__" and isinstance(args[2], (bool, int, float)):
+        args = (*args[:2], torch.tensor(args[2], dtype=args[0].dtype))  # torch would make one on meta
+    # A view of a weight that has its rows by now has been made before.
+    if name not in NEED_ROWS and all(weight.record.rows is None for weight in weights):
+        # Outside of `except`, in which the frames of the error would hold views of the weight.
+        with suppress(NeedsRows):
+            return _recorded(func, args, kwargs, weights)
+    for weight in weights:
+        _give_rows_for(weight, name)
+    with without_guard():
+        args, kwargs = apply_to_collection([args, kwargs], MetaValues, lambda view: view.record.view(view))
+        return func(*args, **kwargs)
+
+
+def _described(name: str, weight: Any, frame: Any) -> Any:
+    """Return the device of the rows that a weight will have, and that they are not on meta."""
+    record: Record = weight.record
+    if name == "device":
+        return record.device
+    # torch draws nothing on meta, and otherwise again and again what is out of bounds, which is element by element.
+    options = truncated_draw(frame) if record.rows is None else None
+    if options is None:
+        return False
+    with without_guard():
+        place = Place.of_view(weight, record.shape[1])
+    record.append(Write("trunc_normal_", place, (), options, []))
+    return True
+
+
+class MetaValues(Tensor):
+    """A view of a weight that has no rows yet."""
+
+    record: Record
+    weight: "MetaWeight"
+    __torch_function__: Any = classmethod(_guarded)
+
+
+class MetaWeight(nn.Parameter):
+    """The weight of a table that has no rows yet."""
+
+    record: Record
+    __torch_function__: Any = classmethod(_guarded)
+
+    # These two ask no __torch_function__.
+    def __deepcopy__(self, memo: Any) -> Any:
+        _give_rows_for(self, "deepcopy")  # a copy on the meta device would draw other rows
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuilt, (self.record, self.dtype, self.requires_grad)
+
+
+def record_writes(weight: Any, draw: Draw, description: str) -> Record:
+    """Record from now on what is written to a weight on the meta device, in place."""
+    device = torch.get_default_device()
+    device = torch.device("cpu") if device.type == "meta" else device
+    # By its class: the module tree and the user's code hold references to this object. The class adds methods only.
+    weight.record = record = Record(tuple(weight.shape), draw, description, device)
+    weight.__class__ = MetaWeight
+    return record
+
+
+def carry_record(weight: Any, resized: Any) -> None:
+    """Give a weight of another number of rows what was written to `weight`. Raises ShardingError: to some rows only."""
+    if isinstance(weight, MetaWeight):
+        resized.record = weight.record.resized(len(resized))
+        resized.__class__ = MetaWeight
+
+
+def stop_recording(weight: Any) -> None:
+    """Turn a weight into an ordinary one, which keeps its record."""
+    if isinstance(weight, MetaWeight):
+        weight.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def initial_rows(weight: Any, init_fn: Draw | None) -> Callable[..., Any]:
+    """Return what gives a block of rows their values: of (rows, number of the first), and a generator if one draws."""
+    if (record := getattr(weight, "record", None)) is not None:
+        return record.fill  # type: ignore[no-any-return]
+    assert init_fn is not None
+    return lambda values, _, **options: init_fn(values, **options)
+
+
+def written_digest(weight: Any) -> str:
+    """Return what differs between ranks that wrote other values to a weight without rows; "" for one with rows."""
+    record = getattr(weight, "record", None)
+    return "" if record is None else record.digest()
+
+
+def can_have_rows(weight: Any) -> bool:
+    """Return whether a weight has no rows yet, and may be given all of them."""
+    return isinstance(weight, MetaWeight)
+
+
+def give_rows(weight: Any, rows: Tensor | None = None) -> None:
+    """Give a weight that is not sharded all of its rows, drawn or `rows`. Raises ShardingError: it cannot have them."""
+    record: Record = weight.record
+    if rows is None:
+        num_bytes, free = record.shape[0] * record.shape[1] * weight.dtype.itemsize, free_host_bytes()
+        if num_bytes > free and record.device.type == "cpu":
+            raise ShardingError(
+                f"{record.description} needs {format_bytes(num_bytes)} for all of its rows on every rank, and "
+                f"{format_bytes(free)} are free."
+            )
+        with without_guard(), torch.no_grad():
+            rows = torch.empty(record.shape, dtype=weight.dtype, device=record.device)
+            record.fill(rows, 0)
+    weight.record.rows = rows
+    with without_guard():
+        real = nn.Parameter(rows, weight.requires_grad)
+        real.__dict__.update({key: value for key, value in weight.__dict__.items() if key != "record"})
+        try:
+            torch.utils.swap_tensors(weight, real)
+        except RuntimeError as error:
+            raise ShardingError(
+                f"{record.description} is not sharded, and cannot get its rows now: {error}. Build it with "
+                "device='cpu', or outside of configure_model and meta_tables()."
+            ) from error
+
+
+def _give_rows_for(weight: Any, name: str) -> None:
+    record: Record = weight.record
+    if record.rows is not None:
+        return
+    warn(
+        f"{record.description} is built whole on every rank: '{name}' needs all of its rows. In-place operations on "
+        "every element alone, as those of nn.init, are done by each rank for its own rows.",
+        stacklevel=4,
+    )
+    give_rows(weight if isinstance(weight, MetaWeight) else weight.weight)
+
+
+def _recorded(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], weights: list[Any]) -> Any:
+    """Run an operation without values; record what it writes into the weights. Raises NeedsRows: it reads values."""
+    sources = {storage_key(weight): weight for weight in weights}
+    writes: list[tuple[Record, Write]] = []
+
+    def check(operation: Any, op_args: tuple[Any, ...], op_kwargs: dict[str, Any]) -> None:
+        touched = [tensor for tensor in _tensors_in([op_args, op_kwargs]) if storage_key(tensor) in sources]
+        written = list(written_by(operation, op_args, op_kwargs))
+        if not touched or (not written and returns_view(operation)):
+            return
+        if len(touched) > 1 or len(written) != 1 or written[0] is not op_args[0] or written[0] is not touched[0]:
+            raise NeedsRows
+        record: Record = sources[storage_key(touched[0])].record
+        writes.append((record, record.write_of(operation, op_args, op_kwargs)))
+
+    with without_guard(), watch_operations(lambda *_: None, check):
+        result = func(*args, **kwargs)
+    for record, write in writes:
+        record.append(write)
+
+    def wrap(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, (MetaWeight, MetaValues)) or storage_key(tensor) not in sources:
+            return tensor
+        source = sources[storage_key(tensor)]
+        view: Any = tensor.as_subclass(MetaValues)
+        view.record, view.weight = source.record, source if isinstance(source, MetaWeight) else source.weight
+        return view
+
+    with without_guard():
+        return apply_to_collection(result, Tensor, wrap)
+
+
+def _tensors_in(value: Any) -> list[Any]:
+    if isinstance(value, Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for part in parts for tensor in _tensors_in(part)]
+
+
+def _rebuilt(record: Record, dtype: torch.dtype, requires_grad: bool) -> nn.Parameter:
+    weight: Any = nn.Parameter(torch.empty(record.shape, dtype=dtype, device="meta"), requires_grad)
+    weight.record = record
+    weight.__class__ = MetaWeight
+    return weight  # type: ignore[no-any-return]

@@ -1,0 +1,230 @@
+"""What a constructor writes to a table without rows is repeated block by block, or gives the table its rows."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+
+from lightning_distrec import meta_tables
+from lightning_distrec.errors import ShardingError
+from lightning_distrec.sharding.meta_weight import written_digest
+from lightning_distrec.sharding.shard_access import without_guard
+
+ROWS, WIDTH = 23, 8
+PRETRAINED = torch.arange(ROWS * WIDTH, dtype=torch.float32).reshape(ROWS, WIDTH)
+IDS = torch.tensor([3, -1, 11])
+
+
+def _embedding(kind: Any = nn.Embedding, **options: Any) -> Any:
+    with meta_tables("all"):
+        return kind(ROWS, WIDTH, **options)
+
+
+def _is_meta(weight: Any) -> bool:
+    with without_guard():  # user code is told what it would be told without this package
+        return bool(weight.is_meta)
+
+
+def _in_blocks(weight: Any, rows: int) -> torch.Tensor:
+    """Return the weight's rows, made by `rows` at a time."""
+    blocks = []
+    for start in range(0, ROWS, rows):
+        values = torch.empty(min(rows, ROWS - start), WIDTH).fill_(float("nan"))
+        weight.record.fill(values, start)
+        blocks.append(values)
+    return torch.cat(blocks)
+
+
+def _zero_rows(weight: Any) -> None:
+    with torch.no_grad():
+        weight[0].zero_()
+        weight[4:9] = 0
+        weight[::5, 2] = 7.0
+        weight[-1] = torch.arange(8.0)
+
+
+def _write_ids(weight: Any) -> None:
+    with torch.no_grad():
+        weight[IDS] = 2.0
+        weight[IDS[:2]] = torch.ones(2, WIDTH) * 3
+        weight[torch.arange(ROWS) > 17] = 5.0
+        weight[PRETRAINED < 9] = -1.0
+
+
+def _scale(weight: Any) -> None:
+    weight.data.copy_(PRETRAINED)
+    weight.data.mul_(0.5).add_(torch.linspace(0, 1, ROWS)[:, None]).clamp_(max=30)
+    weight.detach().t()[1].neg_()
+    weight.data *= 2
+
+
+EXACT: dict[str, Callable[[Any], Any]] = {
+    "zeros": lambda weight: nn.init.zeros_(weight),
+    "constant": lambda weight: nn.init.constant_(weight, 0.3),
+    "pretrained": lambda weight: weight.data.copy_(PRETRAINED),
+    "rows": lambda weight: [weight.data.fill_(1.0), _zero_rows(weight)],
+    "ids": lambda weight: [weight.data.copy_(PRETRAINED), _write_ids(weight)],
+    "scaled": _scale,
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_values_that_are_written_to_a_weight_without_rows_are_those_of_a_weight_with_rows(name: str) -> None:
+    expected, actual = nn.Embedding(ROWS, WIDTH).weight, _embedding().weight
+    EXACT[name](expected)
+    EXACT[name](actual)
+    assert _is_meta(actual)
+    assert not expected.isnan().any()
+    for rows in (1, 5, ROWS):
+        assert torch.equal(_in_blocks(actual, rows), expected), rows
+
+
+DRAWN: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda weight: None,
+    "normal": lambda weight: nn.init.normal_(weight, std=0.01),
+    "uniform": lambda weight: weight.data.uniform_(-0.3, 0.3),
+    "xavier": lambda weight: nn.init.xavier_uniform_(weight),
+    "kaiming": lambda weight: nn.init.kaiming_uniform_(weight, mode="fan_out"),
+    "truncated": lambda weight: nn.init.trunc_normal_(weight, std=0.02),
+    "scaled": lambda weight: weight.data.normal_().mul_(0.1),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_draws_of_one_block_are_those_of_a_weight_with_rows(name: str) -> None:
+    actual = _embedding(padding_idx=2).weight
+    with torch.device("cpu"):  # as Lightning does around configure_model
+        DRAWN[name](actual)
+    assert _is_meta(actual)
+    torch.manual_seed(1)
+    expected = nn.Embedding(ROWS, WIDTH, padding_idx=2).weight
+    if name != "nothing":
+        torch.manual_seed(1)
+        DRAWN[name](expected)
+    torch.manual_seed(1)
+    assert torch.equal(_in_blocks(actual, ROWS), expected)
+    assert bool((_in_blocks(actual, 5)[2] == 0).all()) == (name == "nothing")
+
+
+class Uniform(nn.Embedding):
+    """Draws in its own way."""
+
+    def reset_parameters(self) -> None:
+        nn.init.uniform_(self.weight, 4, 5)
+        self._fill_padding_idx_with_zero()
+
+
+def test_a_modules_own_reset_parameters_draws_its_rows() -> None:
+    rows = _in_blocks(_embedding(Uniform, padding_idx=0).weight, 7)
+    assert not rows[0].any()
+    assert rows[1:].min() >= 4
+
+
+def test_what_other_tensors_draw_for_a_weight_is_copied_and_seen_by_a_digest() -> None:
+    weights = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        weights.append(_embedding().weight)
+        nn.init.orthogonal_(weights[-1], gain=2)
+    assert _is_meta(weights[0])
+    assert written_digest(weights[0]) == written_digest(weights[1]) != written_digest(weights[2])
+    torch.manual_seed(1)
+    expected = nn.init.orthogonal_(torch.empty(ROWS, WIDTH), gain=2)
+    assert torch.equal(_in_blocks(weights[0], 4), expected)
+    assert weights[0].device == torch.device("cpu")
+    assert torch.zeros_like(weights[0]).sum() == 0
+
+
+NEED_ROWS: dict[str, Callable[[Any], Any]] = {
+    "norm": lambda weight: weight.data.div_(weight.data.norm(dim=1, keepdim=True)),
+    "product": lambda weight: weight.data.copy_(weight.data * 3),
+    "generator": lambda weight: nn.init.normal_(weight, generator=torch.Generator().manual_seed(4)),
+    "flat": lambda weight: weight.data.view(-1)[:9].zero_(),
+    "between": lambda weight: weight.data[1].copy_(weight.data[2]),
+}
+
+
+@pytest.mark.parametrize("name", NEED_ROWS)
+def test_what_needs_all_rows_makes_them_and_says_so(name: str) -> None:
+    module = _embedding()
+    weight = module.weight
+    weight.data.copy_(PRETRAINED)
+    view = weight.data[3:5]
+    torch.manual_seed(2)
+    with pytest.warns(
+        UserWarning, match=r"Embedding\(23, 8\) is built whole on every rank: '.*' needs all of its rows"
+    ):
+        NEED_ROWS[name](weight)
+    expected = nn.Parameter(PRETRAINED.clone())
+    torch.manual_seed(2)
+    NEED_ROWS[name](expected)
+    assert type(module.weight) is nn.Parameter
+    assert module.weight is weight
+    assert torch.equal(weight, expected)
+    view.zero_()
+    assert not weight[3:5].any(), "a view from before is one of the rows"
+
+
+def test_copies_hooks_and_new_data_give_a_weight_its_rows_and_pickles_none() -> None:
+    module = _embedding()
+    with pytest.warns(UserWarning, match="deepcopy"):
+        twin = copy.deepcopy(module)
+    assert torch.equal(twin.weight, module.weight)
+    module = _embedding()
+    module.weight.data = PRETRAINED
+    assert torch.equal(module.weight, PRETRAINED)
+    module = _embedding()
+    with pytest.warns(UserWarning, match="register_hook"):
+        module.weight.register_hook(lambda gradient: gradient * 0)
+    module(torch.tensor([1])).sum().backward()
+    assert not module.weight.grad.any()
+    module = _embedding()
+    module.weight.data.copy_(PRETRAINED)
+    restored = pickle.loads(pickle.dumps(module))
+    assert _is_meta(restored.weight)
+    assert torch.equal(_in_blocks(restored.weight, 4), PRETRAINED)
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        _embedding().weight.zero_()
+
+
+def test_embeddings_that_are_not_sharded_are_made_as_ever() -> None:
+    class Scaled(nn.Embedding):
+        def forward(self, ids: Any) -> Any:
+            return 2 * super().forward(ids)
+
+    kinds = [(Scaled, {}), (nn.Embedding, {"max_norm": 1.0}), (nn.EmbeddingBag, {"mode": "max"})]
+    kinds += [(nn.Embedding, {"_weight": PRETRAINED}), (nn.Embedding, {"device": "cpu"})]
+    assert all(not _is_meta(_embedding(kind, **options).weight) for kind, options in kinds)
+    with meta_tables():
+        assert not _is_meta(nn.Embedding(ROWS, WIDTH).weight), "few rows"
+        assert not _is_meta(nn.Embedding.from_pretrained(PRETRAINED).weight)
+        assert _is_meta(nn.Embedding(100_000, WIDTH).weight)
+        with torch.device("cpu"):
+            assert _is_meta(nn.EmbeddingBag(100_000, WIDTH).weight)
+    assert not _is_meta(nn.Embedding(100_000, WIDTH).weight)
+
+
+def test_a_collections_weight_is_recorded_or_gets_its_rows() -> None:
+    config = EmbeddingBagConfig(name="t", num_embeddings=ROWS, embedding_dim=WIDTH, feature_names=["f"])
+    with meta_tables():
+        weight = EmbeddingBagCollection([config]).embedding_bags["t"].weight
+    assert 0 < float(_in_blocks(weight, 6).abs().max()) <= ROWS**-0.5, "its init_fn"
+    nn.init.constant_(weight, 2.0)
+    assert torch.equal(_in_blocks(weight, 6), torch.full((ROWS, WIDTH), 2.0))
+    with pytest.warns(UserWarning, match="table 't' is built whole on every rank: 'sum' needs all of its rows"):
+        assert weight.sum() == 2 * ROWS * WIDTH
+
+
+def test_an_argument_that_changes_before_rows_are_made_is_refused() -> None:
+    pretrained = torch.ones(2**18, WIDTH)
+    with meta_tables():
+        weight = nn.Embedding(2**18, WIDTH).weight
+    weight.data.copy_(pretrained)
+    pretrained.zero_()
+    with pytest.raises(ShardingError, match="was changed after copy_ had read it"):
+        weight.record.fill(torch.empty(5, WIDTH), 0)
