@@ -133,7 +133,11 @@ def gather_full(state: Any, ranks: Ranks, *, everywhere: bool = False, group: An
     def put(value: Any, path: str) -> Any:
         return full[id(value)] if isinstance(value, ChunkedTensor) else map_nested(value, path, put)
 
-    return put(state, "")
+    result = put(state, "")
+    # Functions that call themselves are in a cycle with what they use: tables would wait for the garbage collector.
+    full.clear()
+    sharded.clear()
+    return result
 
 
 def _send(chunked: ChunkedTensor, boxes: list[list[Box]], ranks: Ranks, group: Any, to_all: bool) -> Tensor:

@@ -4,7 +4,8 @@
 
 The table's rows and Adagrad's state of them have so many GiB together; with `--optimizer sgd` the rows alone. The peak
 is that of memory without files, which may be mapped but can be dropped, looked at every 5 ms; some 300 MiB of it are
-the process itself. --limit-gib ends a rank that allocates more (RLIMIT_DATA). Checkpoints go to --folder.
+the process itself. --limit-gib ends a rank that allocates more (RLIMIT_DATA), with as much for all ranks together where
+their number is another. Checkpoints go to --folder.
 """
 
 import argparse
@@ -129,7 +130,8 @@ class Stages:
     def __init__(self, life: Life) -> None:
         self.only, self.peaks = life.only, {}
         if life.limit_gib:
-            resource.setrlimit(resource.RLIMIT_DATA, (int(life.limit_gib * GIB),) * 2)
+            limit = int(life.limit_gib * GIB * life.ranks / rank_and_num_ranks()[1])
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
     def __call__(self, name: str, action: Any) -> None:
         """Run one, unless it was not asked for."""

@@ -1,10 +1,30 @@
 """No stage of a large table's life takes a rank more than its share, but those that must hold the whole table."""
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.benchmarks.life_memory import COPIES, WHOLE, Life, exceeds, measure
+from tests.support.click_model import ClickModel, rank_loader, seeded
+from tests.support.ranks import run_on_ranks
+from tests.support.trainers import make_trainer
+
+
+def _tables_left_by_full_state_dict() -> tuple[int, int]:
+    model, trainer = seeded(ClickModel, torch.optim.SGD, {"lr": 0.1}), make_trainer()
+    trainer.fit(model, rank_loader(1, 0))
+    gc.disable()
+    state = trainer.strategy.full_state_dict()
+    tables = [weakref.ref(value) for key, value in state.items() if "embedding" in key]
+    del state
+    return len(tables), sum(table() is not None for table in tables)
+
+
+def test_full_tables_are_freed_with_the_state_that_has_them() -> None:
+    assert run_on_ranks(_tables_left_by_full_state_dict, 1) == [(3, 0)]
 
 
 @pytest.mark.slow
@@ -13,7 +33,7 @@ def test_a_table_of_a_gigabyte_lives_within_the_share_of_each_rank(tmp_path: Pat
     rows = measure(Life(gib=1.0), tmp_path)
     peaks = {row["stage"]: max(row["peaks"]) for row in rows}
     print({stage: peak // 2**20 for stage, peak in peaks.items()})
-    # A fit on shards of an earlier one holds both sets of them.
-    assert [row["stage"] for row in rows if exceeds(row)] == ["second fit"]
+    # The one holds the shards of both fits, the other the rows of the checkpoint and of the module.
+    assert [row["stage"] for row in rows if exceeds(row)] == ["second fit", "load_from_checkpoint"]
     for stage in (*WHOLE, COPIES):
         assert peaks[stage] > next(row["needed"] for row in rows if row["stage"] == stage), "it measures nothing"
