@@ -262,7 +262,7 @@ class PendingRows:
                 rows = outputs.jagged(request.restore(rows, outputs.features), self.frozen)
                 tensors += [jagged.values() for jagged in rows.values()]
         if not lookup.has_checked_gradients:
-            lookup.check_gradients(tensors, self.frozen)
+            lookup.check_gradients(tensors, outputs.frozen())
         if request.short is not None:
             # The exchange calls them once for all outputs, before it sends gradients.
             self._exchange.on_gradient = self._hooks

@@ -245,6 +245,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
     @override
     def on_train_start(self) -> None:
         """Collective. Take over hooks on gradients: called after the user's hook of this name, the last to add some."""
+        super().on_train_start()
         run = self.run
         if run.gradient_hooks.take(run.layers(), run.tensor_hooks, run.session.consensus):
             # In one process they run after every backward, also where gradients accumulate.

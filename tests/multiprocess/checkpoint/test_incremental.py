@@ -22,8 +22,9 @@ from lightning_distrec.checkpoint.tools.describe import describe
 from lightning_distrec.checkpoint.tools.merge import merge
 from lightning_distrec.cli.main import main
 from lightning_distrec.errors import CheckpointError, ConfigError
-from lightning_distrec.strategies.checkpoints import job_fit, resuming
+from lightning_distrec.strategies.checkpoints import resuming
 from lightning_distrec.strategies.checkpoints.incremental_saves import no_longer_needed
+from lightning_distrec.strategies.run import strategy as run_strategy
 from tests.support import incremental_runs as runs
 from tests.support.incremental_runs import assert_same_as_full, fit, resume, series_in
 from tests.support.plain_checkpoints import load
@@ -261,7 +262,7 @@ def test_only_what_is_needed_stays(tmp_path: Path) -> None:
 
 def _start(folder: str, dies: bool) -> list[str]:
     """Start a job, for the first time or again, and return what it says of where it begins."""
-    job_fit._fits = itertools.count(1)
+    run_strategy.FIT_NUMBERS = itertools.count(1)
     messages: list[str] = []
     resuming.rank_zero_info = resuming.rank_zero_warn = messages.append  # type: ignore[assignment]
     strategy = {"stopping": {"run_name": "clicks"}}

@@ -21,6 +21,7 @@ from lightning_distrec.cluster.rendezvous import MeetingPoint
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.strategies.checkpoints import job_fit, resuming
 from lightning_distrec.strategies.checkpoints.job_fit import FOLDER
+from lightning_distrec.strategies.run import strategy as run_strategy
 from lightning_distrec.strategies.run.stopping import StopOptions
 from tests.support.click_model import EvaluatedModel, make_batch, rank_loader, seeded
 from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
@@ -65,7 +66,7 @@ def _start(
     dirpath: Any = None,
 ) -> dict[str, Any]:
     """Start a script as a new process would, and return what it did. num_steps: those after which it dies."""
-    job_fit._fits = itertools.count(1)
+    run_strategy.FIT_NUMBERS = itertools.count(1)
     _messages.clear()
     model = seeded(EvaluatedModel, torch.optim.Adagrad, {"lr": 0.1})
     best = ModelCheckpoint(monitor="val_loss", filename="{epoch}", save_top_k=2)

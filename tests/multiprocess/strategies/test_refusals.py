@@ -245,8 +245,8 @@ def _alone() -> str:
     return out.getvalue()
 
 
-def test_one_device_works_and_shows_that_nothing_is_sharded() -> None:
-    assert "1 rank: nothing is sharded" in run_on_warm_ranks(_alone, 1)[0]
+def test_one_device_works_and_shows_that_nothing_is_sent() -> None:
+    assert "Nothing is sent: there is only one rank" in run_on_warm_ranks(_alone, 1)[0]
 
 
 def _widths() -> list[str]:
