@@ -4,11 +4,12 @@ import importlib.util
 import sys
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
+from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LightningCLI
 
@@ -34,6 +35,21 @@ class FitCLI(LightningCLI):
         if problem := missing_logger(self.config[self.subcommand].trainer.logger):
             print(f"lightning-distrec: {problem}", file=sys.stderr)
             raise SystemExit(EXIT_ERROR)
+
+    def instantiate_classes(self) -> None:
+        """Build the module with tables without rows where its strategy makes them by ranks."""
+        with tables_context(self.config[self.subcommand].trainer.strategy):
+            super().instantiate_classes()
+
+
+def tables_context(strategy: Any) -> AbstractContextManager[None]:
+    name = strategy if isinstance(strategy, str) else getattr(strategy, "class_path", "")
+    if name.rpartition(".")[2] not in ("torchrec_sharded", "TorchRecShardedStrategy"):
+        return nullcontext()
+    from lightning_distrec.sharding.meta_tables import meta_tables  # torchrec loads where it is needed only
+
+    options = getattr(strategy, "init_args", None) or Namespace()
+    return meta_tables(options.get("convert_embeddings", "auto"), options.get("min_rows", 100_000))
 
 
 def missing_logger(logger: Any) -> str:

@@ -13,9 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningCLI
+from torch import nn
 
 from lightning_distrec.cli import command_line, lightning_cli, main
+from lightning_distrec.sharding.shard_access import without_guard
 from tests.support.checkpoint_folders import by_rows, write_folder
 from tests.support.limits import LIMIT_SECONDS
 
@@ -343,3 +346,15 @@ def test_a_logger_without_its_package_is_one_line(run: Run, monkeypatch: pytest.
         "lightning-distrec: trainer.logger: TensorBoardLogger needs the package tensorboard, which is not installed. "
         "Run pip install tensorboard, or set another logger, such as CSVLogger."
     )
+
+
+def test_the_console_builds_tables_without_rows_where_its_strategy_shards_them() -> None:
+    class_path = "lightning_distrec.TorchRecShardedStrategy"
+    few = Namespace(class_path=class_path, init_args=Namespace(min_rows=10, convert_embeddings="auto"))
+    built = {}
+    for name, strategy in {"ddp": "ddp", "name": "torchrec_sharded", "few": few, "none": None}.items():
+        with lightning_cli.tables_context(strategy):
+            tables = nn.Embedding(100_000, 4), nn.Embedding(20, 4)
+        with without_guard():
+            built[name] = [table.weight.is_meta for table in tables]
+    assert built == {"ddp": [False, False], "name": [True, False], "few": [True, True], "none": [False, False]}
