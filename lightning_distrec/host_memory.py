@@ -1,10 +1,13 @@
 """How much memory this machine, or its container, has."""
 
+import resource
+import sys
 from pathlib import Path, PurePosixPath
 
 CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 LIMITS = ("memory.max", "memory.limit_in_bytes")
+USAGES = ("memory.current", "memory.usage_in_bytes")
 """The files of cgroup v2 and v1."""
 
 
@@ -14,12 +17,19 @@ def host_memory_bytes() -> int:
 
 
 def free_host_bytes() -> int:
-    """Return the bytes that new processes could take without swapping. Source: /proc/meminfo."""
-    return _meminfo("MemAvailable:")
+    """Return the bytes that new processes could take without swapping. Source: /proc/meminfo, cgroup."""
+    return min([_meminfo("MemAvailable:"), *free_in_cgroups(_read(MEMBERSHIP), CGROUPS)])
 
 
-def _meminfo(name: str) -> int:
-    with open("/proc/meminfo") as file:
+def free_process_bytes() -> int:
+    """Return the bytes that this process may still take by limits of its own (ulimit -v, -d). Source: getrlimit(2)."""
+    limits = ((resource.RLIMIT_AS, "VmSize:"), (resource.RLIMIT_DATA, "VmData:"))
+    soft = [(resource.getrlimit(kind)[0], _meminfo(name, "/proc/self/status")) for kind, name in limits]
+    return min((limit - used for limit, used in soft if limit != resource.RLIM_INFINITY), default=sys.maxsize)
+
+
+def _meminfo(name: str, path: str = "/proc/meminfo") -> int:
+    with open(path) as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
 
 
@@ -28,6 +38,24 @@ def cgroup_limits(membership: str, root: Path) -> list[int]:
 
     membership: the text of /proc/self/cgroup. root: where cgroups are mounted.
     """
+    texts = [_read(folder / name).strip() for folder in _folders(membership, root) for name in LIMITS]
+    return [int(text) for text in texts if text.isdigit()]  # others: "max"
+
+
+def free_in_cgroups(membership: str, root: Path) -> list[int]:
+    """Return the bytes that each of those cgroups still allows; cached files give way. Arguments: `cgroup_limits`."""
+    free = []
+    for folder in _folders(membership, root):
+        cached = [line.split() for line in _read(folder / "memory.stat").splitlines()]
+        names = ("active_file", "inactive_file", "total_active_file", "total_inactive_file")
+        for limit, usage in zip(LIMITS, USAGES, strict=True):
+            texts = [_read(folder / name).strip() for name in (limit, usage)]
+            if all(text.isdigit() for text in texts):
+                free.append(int(texts[0]) - int(texts[1]) + sum(int(size) for name, size in cached if name in names))
+    return free
+
+
+def _folders(membership: str, root: Path) -> list[Path]:
     # A group's own limit may be lower than that of those above it, and theirs lower than its own: all of them hold.
     folders = {root: None, root / "memory": None}
     for line in membership.splitlines():
@@ -42,8 +70,7 @@ def cgroup_limits(membership: str, root: Path) -> list[int]:
         parts = PurePosixPath(path).parts[1:]
         if ".." not in parts:  # the group is outside of what this container sees
             folders |= {mount.joinpath(*parts[:depth]): None for depth in range(len(parts) + 1)}
-    texts = [_read(folder / name).strip() for folder in folders for name in LIMITS]
-    return [int(text) for text in texts if text.isdigit()]  # others: "max"
+    return list(folders)
 
 
 def _read(file: Path) -> str:

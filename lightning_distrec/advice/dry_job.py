@@ -23,6 +23,7 @@ from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.sharding.planning.bandwidths import Bandwidth, bandwidth_request
 from lightning_distrec.sharding.planning.constraints import TableConstraints
 from lightning_distrec.sharding.planning.id_counts import MIN_FACTOR, IdCounts
+from lightning_distrec.sharding.planning.report_text import start_in_words
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.planning.topology import RankMemory, make_topology, reservation_of
 from lightning_distrec.sharding.planning.traffic import IDS, ROW_GRADIENTS, ROWS
@@ -369,4 +370,5 @@ def _share(plan: ShardingPlan) -> TablesShare:
             "exchange": float(plan.memory.tables[fullest] - held),
         },
         sent={kind: float(plan.traffic.sent(kind)[busiest]) for kind in (IDS, ROWS, ROW_GRADIENTS)},
+        start=start_in_words(plan),
     )

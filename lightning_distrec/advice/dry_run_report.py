@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table as TextTable
 
 from lightning_distrec.advice.dry_run import DryRun, Edge
-from lightning_distrec.sharding.planning.report_text import rank_columns, replicas_in_words
+from lightning_distrec.sharding.planning.report_text import rank_columns, replicas_in_words, start_in_words
 from lightning_distrec.sharding.planning.sharding_plan import TIME_PARTS, ShardingPlan
 from lightning_distrec.sharding.planning.traffic import TRAFFIC_KINDS
 from lightning_distrec.units import format_bytes, quantity
@@ -30,6 +30,7 @@ def print_dry_run(result: DryRun, console: Console) -> None:
         console.print(result.misfit)
     if result.plan is not None:
         console.print(_ranks(result.plan))
+        console.print(f"{start_in_words(result.plan)}.")
         if replicas := replicas_in_words(result.plan):
             console.print(f"{replicas}.")
     if result.largest_batch is not None:
@@ -99,6 +100,10 @@ def _ranks_as_json(plan: ShardingPlan) -> dict[str, Any]:
         "memory_bytes_by_part": {part: _rounded(part_bytes) for part, part_bytes in plan.memory_parts().items()},
         "dense_bytes": plan.dense_bytes,
         "usable_bytes": memory.usable.tolist(),
+        "host_bytes_at_start": {
+            "configure_model": plan.start_bytes(full=False).tolist(),
+            "__init__": plan.start_bytes(full=True).tolist(),
+        },
         "host_memory_bytes": None if plan.host_memory is None else plan.host_memory.tables.tolist(),
         "sent_within_node_bytes": _rounded(traffic.within_node()),
         "sent_across_nodes_bytes": _rounded(traffic.across_nodes()),

@@ -132,7 +132,8 @@ def advise(
     stages, stages_notes = estimate_stages(module, sizes, job, settings, profile, device_type, options.stages)
     estimates.append(stages)
     strategy, reason = _choose(sizes, estimates, job, conversion.min_rows)
-    notes = _notes(sizes, job, profile) + stages_notes + ([options.note] if options.note else [])
+    start = planned.start if planned is not None else ""
+    notes = [*_notes(sizes, job, profile), *filter(None, [start]), *stages_notes, *filter(None, [options.note])]
     return Advice(job=job, estimates=estimates, strategy=strategy, reason=reason, notes=notes)
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn, optim
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from lightning_distrec.errors import OptimizerError
 
@@ -117,6 +119,38 @@ def _has_begun(state: Mapping[str, Any]) -> bool:
     if "step" in state:
         return float(state["step"]) > 0
     return any(isinstance(value, torch.Tensor) for value in state.values())
+
+
+def replace_parameters(optimizers: Iterable[optim.Optimizer], replacements: Mapping[int, nn.Parameter]) -> None:
+    """Put other parameters in the places of unsharded weights, by id; of their state remains that there was some."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [replacements.get(id(parameter), parameter) for parameter in group["params"]]
+        for parameter in [parameter for parameter in optimizer.state if id(parameter) in replacements]:
+            del optimizer.state[parameter]
+            optimizer.state[replacements[id(parameter)]] = {}  # `rewrite_groups` makes that of the shards
+
+
+class StateOnMeta(TorchFunctionMode):
+    """Makes state on meta that constructors of optimizers make for some parameters: shards get theirs later.
+
+    Adagrad makes its sums there: a second copy of every table on every rank.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__()
+        self._ids = {id(parameter) for parameter in parameters}
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.full_like and args and id(args[0]) in self._ids:
+            # Code of the user's own, and a step in configure_optimizers, look at what they make.
+            caller = getattr(inspect.currentframe(), "f_back", None)
+            module = caller.f_globals.get("__name__", "") if caller and caller.f_code.co_name == "__init__" else ""
+            if module.startswith(("torch.optim.", "torchrec.optim.")):
+                kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
 
 
 def find_param_group(parameter: nn.Parameter, optimizers: list[optim.Optimizer]) -> TableParamGroup | None:

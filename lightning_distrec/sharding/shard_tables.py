@@ -41,6 +41,7 @@ from lightning_distrec.sharding.initial_weights import (
     copy_from_full,
     init_rows,
     redistribute,
+    sharded_weights,
     table_shards,
 )
 from lightning_distrec.sharding.mapping.id_mapping import IdMapping
@@ -80,9 +81,10 @@ class TableSharding:
     fused: FusedArguments
     """For every table that is not data_parallel."""
     device: torch.device
-    rows: Mapping[str, list[TableShard]]
-    """Rows of an earlier sharding by full name. Other tables keep the rows of rank 0's unsharded weight, as DDP would,
-    or get new ones by `seed` where they were built on meta."""
+    rows: dict[str, list[TableShard]]
+    """Full name -> where its rows are: in an earlier sharding, or in rank 0's unsharded weight (`detach_rows`), as DDP
+    would have it. Other tables were built on meta and get new rows by `seed`. A table leaves the dict once its shards
+    are filled, so that its rows are freed."""
     seed: int
     comms: QuantizedComms
     gathered: Set[str]
@@ -100,8 +102,7 @@ def shard_tables(sharding: TableSharding) -> ShardedTables:
     # torchrec initialises shards, a different number of draws on each rank; the user's generators must stay alike.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         sharded = _sharded_modules(sharding)
-        result = ShardedTables(sharding.root, tables, sharding.plan, sharded, sharding.groups)
-        _bring_rows(result, sharding)
+    result = ShardedTables(sharding.root, tables, sharding.plan, sharded, sharding.groups)
     for path, module in sharded.items():
         kernels = [(kernel, local_shards_of(kernel)) for kernel in fbgemm_kernels(module)]
         result.kernels += kernels
@@ -118,16 +119,27 @@ def shard_tables(sharding: TableSharding) -> ShardedTables:
                 refuse_pickling(shard.weight, name)
     # After the shards have places: a mapping has the rows of its shard, and initial rows are gathered from shards.
     hold_mappings(result, sharding.earlier)
-    for module in sharded.values():
-        # Only now: until here the unsharded weights were the source of rows.
-        free_unsharded_tables(module)
     for table in tables:
-        free_weights(table.module)
-        if table.plain is not None:
-            # Moving the collection to meta has made a new parameter, which the user's embedding shows from now on.
-            table.plain.weight = table.parameter
+        free_weights(table.module)  # those built on meta, too
     result.put_proxies_back()
     return result
+
+
+def detach_rows(tables: list[Table], rank: int) -> dict[str, list[TableShard]]:
+    """Move the unsharded tables to meta; return where rows are: rank 0's win, as under DDP, and others free theirs."""
+    rows = {}
+    for table in tables:
+        weight = table.parameter
+        if not weight.is_meta:
+            num_rows, columns = weight.shape
+            source = weight.detach() if rank == 0 else None
+            rows[table.full_name] = [TableShard(0, 0, 0, num_rows, columns, source)]
+    for table in (table for table in tables if table.full_name in rows):
+        free_weights(table.module)
+        if table.plain is not None:
+            # Moving has made a new parameter, which the user's embedding shows from now on.
+            table.plain.weight = table.parameter
+    return rows
 
 
 def _sharded_modules(sharding: TableSharding) -> dict[str, ShardedModule]:
@@ -142,23 +154,22 @@ def _sharded_modules(sharding: TableSharding) -> dict[str, ShardedModule]:
         sharder = sharder_of(tables[0], sharding.comms)
         with silence_torchrec(), keep_rows_undrawn():  # _bring_rows fills all of them
             sharded[path] = sharder.shard(tables[0].module, parameter_sharding, environment, sharding.device, path)
+        free_unsharded_tables(sharded[path])
         for table in tables:
             detach_fused_optimizer(table.parameter)
+        # Collection by collection: one's rows are freed before the next one's shards are made.
+        _bring_rows(sharded[path], tables, sharding)
     return sharded
 
 
-def _bring_rows(result: ShardedTables, sharding: TableSharding) -> None:
-    shards = result.table_shards()
-    for table in result.tables:
-        targets = shards[table.full_name]
-        if table.full_name in sharding.rows:
-            redistribute(sharding.rows[table.full_name], targets, sharding.device)
-        elif table.parameter.is_meta:
+def _bring_rows(sharded: ShardedModule, tables: list[Table], sharding: TableSharding) -> None:
+    weights = sharded_weights(sharded, tables)
+    for table in tables:
+        targets = table_shards(weights[table.full_name], sharding.groups)
+        if (sources := sharding.rows.pop(table.full_name, None)) is None:
             init_rows(table, targets, sharding.seed)
         else:
-            rows, columns = table.parameter.shape
-            unsharded = TableShard(0, 0, 0, rows, columns, table.parameter if result.groups.rank == 0 else None)
-            redistribute([unsharded], targets, sharding.device)
+            redistribute(sources, targets, sharding.device)
 
 
 def _shards_by_table(

@@ -114,6 +114,18 @@ def replicas_in_words(plan: ShardingPlan) -> str:
     return f"Between groups: {description}, {size} per rank and step. Not the numbers of one process"
 
 
+def start_in_words(plan: ShardingPlan) -> str:
+    """Return what tables take of the host while ranks start, by how they are built."""
+    full, ranks = plan.start_bytes(full=True), max(plan.layout.ranks_by_node)
+    others = f", {format_bytes(int(full[1:].max()))} on others" if len(full) > 1 else ""
+    tables = sum(table.num_bytes for table in plan.tables.values())
+    node = f", {format_bytes(ranks * tables)} on a node of {ranks} that build them" if ranks > 1 else ""
+    return (
+        f"Host memory for tables while a rank starts: {format_bytes(int(plan.start_bytes(full=False).max()))} if "
+        f"configure_model builds them; if __init__ does, {format_bytes(int(full[0]))} on rank 0{others}{node}"
+    )
+
+
 def matrix_in_words(matrix: NDArray[np.float64], kind: str) -> str:
     """Return the largest entry of a matrix of bytes from row to column, without its diagonal. kind: rank or node."""
     # The diagonal is what stays, on a node often the most.

@@ -198,6 +198,18 @@ class ShardingPlan:
             parts["exchange and cache"] = np.maximum(usage.tables - held, 0)
         return {part: part_bytes for part, part_bytes in parts.items() if part_bytes.any()}
 
+    def start_bytes(self, full: bool) -> NDArray[np.int64]:
+        """Return, (R,), bytes of the host that tables take at most while a rank starts.
+
+        full: whether every rank builds full tables, in `__init__`, and not on meta. They are freed before shards are
+        made, but for rank 0's, whose rows fill all shards.
+        """
+        shards = self.table_bytes(on_host=self.on_gpu)
+        if not full:
+            return shards
+        tables = sum(table.num_bytes for table in self.tables.values())
+        return np.where(np.arange(len(shards)) == 0, tables + shards, np.maximum(tables, shards))
+
     @cached_property
     def memory(self) -> RankUsage:
         """The memory that tables are in: the GPU's, or the host's where they train on CPU."""

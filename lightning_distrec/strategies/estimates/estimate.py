@@ -134,6 +134,8 @@ class TablesShare:
     sent: dict[str, float] = field(default_factory=dict)
     refused: str = ""
     """Why there is no plan."""
+    start: str = ""
+    """What tables take while ranks start, in words."""
 
 
 def estimate_strategies(

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_distrec._compat.lightning import init_optimizers_and_schedulers
 from lightning_distrec.errors import ConfigError, ShardingError
 from lightning_distrec.optimizers.in_backward import ANNOUNCED, share_kernels, take_in_backward
+from lightning_distrec.optimizers.param_groups import StateOnMeta
 from lightning_distrec.optimizers.table_optimizer import OwnOptimizer, build_table_optimizers, parse_table_optimizer
 from lightning_distrec.optimizers.torchrec_optimizers import members_of, see_through
 from lightning_distrec.optimizers.translation import TableUpdate, frozen, name_optimizer, translate
@@ -264,18 +265,19 @@ def decide(inputs: SetUpInputs, selection: SelectedTables, earlier: Mapping[str,
     updates = {table.full_name: frozen("evaluation only") for table in tables}
     warnings = selection.warnings
     if tables and inputs.fits:
-        optimizers, schedulers = init_optimizers_and_schedulers(module)
-        optimizers = see_through(optimizers)
-        updates, own_optimizers, in_backward, update_warnings = updates_in_fit(
-            selection,
-            module,
-            optimizers,
-            trainer,
-            trainer.precision_plugin,
-            inputs.device,
-            earlier,
-            why_kept(inputs.groups),
-        )
+        with StateOnMeta(table.parameter for table in tables):
+            optimizers, schedulers = init_optimizers_and_schedulers(module)
+            optimizers = see_through(optimizers)
+            updates, own_optimizers, in_backward, update_warnings = updates_in_fit(
+                selection,
+                module,
+                optimizers,
+                trainer,
+                trainer.precision_plugin,
+                inputs.device,
+                earlier,
+                why_kept(inputs.groups),
+            )
         warnings += [*update_warnings, *_warn_of_untrained(tables, updates), *warn_of_replicas(inputs.groups)]
         refuse_with_groups(inputs.groups, updates, selection.options, trainer.callbacks)  # type: ignore[attr-defined]
         if own_optimizers:

@@ -26,7 +26,7 @@ from lightning_distrec._compat.torch import (
     without_in_backward,
 )
 from lightning_distrec.errors import OptimizerError, ShardingError
-from lightning_distrec.optimizers.param_groups import rewrite_groups
+from lightning_distrec.optimizers.param_groups import replace_parameters, rewrite_groups
 from lightning_distrec.optimizers.torchrec_optimizers import members_of
 from lightning_distrec.optimizers.translation import NO_UPDATE, LearningRates, TableUpdate, frozen, sparse_form
 from lightning_distrec.sharding.initial_weights import TableShard
@@ -34,7 +34,7 @@ from lightning_distrec.sharding.lookup.lookup_setup import LookupSetup, TableUse
 from lightning_distrec.sharding.lookup.sharded_lookup import ShardedLookup
 from lightning_distrec.sharding.meta_weight import written_digest
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
-from lightning_distrec.sharding.shard_tables import TableSharding, shard_tables
+from lightning_distrec.sharding.shard_tables import TableSharding, detach_rows, shard_tables
 from lightning_distrec.sharding.sharded_tables import ShardedTables, refuse_foreign_shards, sharded_tables_of
 from lightning_distrec.sharding.sharders import ShardingByTable
 from lightning_distrec.sharding.tables import Table
@@ -53,6 +53,7 @@ from lightning_distrec.strategies.tables.mapped_tables import mapped_ids
 from lightning_distrec.strategies.tables.plan_of_run import plan_of, plan_tables, save_with_logs
 from lightning_distrec.strategies.tables.run_tables import RunTables
 from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs, with_batch_size
+from lightning_distrec.strategies.tables.start_memory import check_start_memory
 
 
 def set_up_tables(inputs: SetUpInputs) -> RunTables | None:
@@ -142,6 +143,8 @@ def _check_same_tables(inputs: SetUpInputs, tables: list[Table]) -> bool:
 def _plan_and_shard(inputs: SetUpInputs, decisions: Decisions, earlier: ShardedTables | None) -> RunTables:
     facts = find_facts(inputs, decisions)
     plan = plan_tables(inputs, decisions, earlier, facts)
+    if earlier is None:
+        check_start_memory(inputs, decisions.tables, plan)
     # The rows leave the earlier shards before new ones are made, so that a rank never holds both in full.
     rows = {} if earlier is None else earlier.take_rows(decisions.tables)
     if earlier is not None and not earlier.sharded:  # freed: the optimizers of the earlier fit hold shards and momentum
@@ -164,6 +167,10 @@ def _shard(
 ) -> ShardedTables:
     """Collective. Shard the tables, and let the optimizers' param groups hold the shards."""
     updates = decisions.updates
+    members = members_of(decisions.optimizers)
+    optimizers = [*members, *decisions.table_optimizers, *decisions.in_backward.values()]
+    # Before the exchange below, after which rank 0 sends its rows: the other ranks of its node have freed theirs.
+    rows = rows | _detach_rows(inputs, decisions.tables, optimizers)
     unsharded = {table.full_name: table.parameter for table in decisions.tables}
     fused = {
         name: (update.arguments, update.param_group.label)
@@ -191,16 +198,24 @@ def _shard(
     shards.fill_optimizer_state({name: u.initial_state for name, u in updates.items() if u.in_backward})
     rows_only = {name: _rows_only(update) for name, update in updates.items() if not update.in_backward}
     shards.keep_gradients(rows_only)
-    members = members_of(decisions.optimizers)
-    optimizers = [*members, *decisions.table_optimizers, *decisions.in_backward.values()]
     # Only now do the user's optimizers hold shards: configure_optimizers ran on the unsharded parameters, since after
     # sharding their order and number would be others. Fused tables leave the groups, FBGEMM updates them.
     rewrite_groups(optimizers, unsharded, shards.parameters(), updates.keys() - rows_only.keys())
-    for table in decisions.tables:
-        for optimizer in in_backward_optimizers(unsharded[table.full_name]):
-            drop_in_backward_hooks(unsharded[table.full_name])
-            mark_in_backward(table.parameter, optimizer)  # another one now, on meta: for a fit after this run
     return shards
+
+
+def _detach_rows(
+    inputs: SetUpInputs, tables: list[Table], optimizers: list[torch.optim.Optimizer]
+) -> dict[str, list[TableShard]]:
+    """Move the tables to meta, in the optimizers too, and return their rows, which nothing of ours refers to then."""
+    weights = [table.parameter for table in tables]
+    rows = detach_rows(tables, inputs.groups.rank)
+    for weight, table in zip(weights, tables, strict=True):
+        for optimizer in in_backward_optimizers(weight):
+            drop_in_backward_hooks(weight)
+            mark_in_backward(table.parameter, optimizer)  # also for a fit after this run
+    replace_parameters(optimizers, {id(w): t.parameter for w, t in zip(weights, tables, strict=True)})
+    return rows
 
 
 def _connect(inputs: SetUpInputs, run_tables: RunTables, decisions: Decisions) -> None:

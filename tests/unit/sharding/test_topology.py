@@ -12,7 +12,7 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import EnumerableShardingSpec
 
-from lightning_distrec.host_memory import cgroup_limits, host_memory_bytes
+from lightning_distrec.host_memory import cgroup_limits, free_in_cgroups, host_memory_bytes
 from lightning_distrec.sharding.planning.bandwidths import AssumedBandwidths, bandwidth_request
 from lightning_distrec.sharding.planning.constraints import TableConstraints
 from lightning_distrec.sharding.planning.planner import make_plan
@@ -142,6 +142,17 @@ def test_limits_of_the_first_version_of_cgroups_hold(tmp_path: Path) -> None:
     write(tmp_path / "memory" / "job", "memory.limit_in_bytes", "7000")
     write(tmp_path / "cpu" / "job", "memory.limit_in_bytes", "1")
     assert sorted(cgroup_limits("5:cpu,cpuacct:/job\n4:memory:/job\n", tmp_path)) == [7000, 9000]
+
+
+def test_cached_files_of_a_cgroup_count_as_free(tmp_path: Path) -> None:
+    for name, text in (
+        ("memory.max", "9000"),
+        ("memory.current", "8000"),
+        ("memory.stat", "anon 1\ninactive_file 500"),
+    ):
+        write(tmp_path / "job", name, text)
+    write(tmp_path, "memory.max", "max")
+    assert free_in_cgroups("0::/job\n", tmp_path) == [1500]
 
 
 def test_a_cgroup_that_cannot_be_seen_leaves_the_containers_limit(tmp_path: Path) -> None:
