@@ -207,7 +207,7 @@ def use(life: Life, folder: Path) -> dict[str, Any]:
     from lightning_distrec.checkpoint.tools.export_checkpoint import export
     from lightning_distrec.serving.answer import Server
     from lightning_distrec.serving.artifact import export_for_serving
-    from lightning_distrec.sharding.tables import tables_on_meta
+    from lightning_distrec.sharding.meta_tables import tables_on_meta
 
     stages, batch, full = Stages(life), next(iter(_data(life))), folder / "full.ckpt"
 
