@@ -1,6 +1,8 @@
 """What we use of torch's dispatcher."""
 
 import inspect
+import sys
+from typing import Any
 
 import torch
 from torch import distributed
@@ -81,3 +83,23 @@ def test_sends_of_stages_are_watched_and_the_watch_can_be_undone() -> None:
     for name in ("get_fwd_send_ops", "get_bwd_send_ops"):
         source = "".join(inspect.getsource(getattr(PipelineStage, name)).split())  # releases break lines differently
         assert "dist.P2POp(dist.isend,send_tensor,peer_global_rank" in source
+
+
+def test_operations_that_return_views_are_known() -> None:
+    assert dispatch.returns_view(ATEN.narrow.default)
+    assert dispatch.returns_view(ATEN.detach.default)
+    assert not dispatch.returns_view(ATEN.clone.default)
+
+
+def test_trunc_normal_asks_for_the_device_in_a_frame_that_shows_its_options() -> None:
+    drawn = []
+
+    class Asked(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            drawn.append(dispatch.truncated_draw(sys._getframe(1)))
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    torch.nn.init.trunc_normal_(torch.empty(2, 2).as_subclass(Asked), std=0.5, a=-1.0, b=1.0)
+    assert {"mean": 0.0, "std": 0.5, "a": -1.0, "b": 1.0} in drawn
+    assert dispatch.truncated_draw(sys._getframe()) is None

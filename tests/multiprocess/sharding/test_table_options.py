@@ -124,12 +124,6 @@ REFUSED: dict[str, tuple[type, dict[str, Any], type[Exception], str]] = {
         ConfigError,
         r"no table fits 'ebd.\*'.*The tables are ebc.",
     ),
-    "meta": (
-        OnMeta,
-        {"replicated.t": {"replicated": True}},
-        ShardingError,
-        r"'replicated' is not sharded \(replicated=True\), so",
-    ),
 }
 
 
@@ -141,6 +135,21 @@ def _refuse() -> dict[str, str]:
         except (ConfigError, ShardingError) as error:
             message[name] = f"{type(error).__name__}: {error}"
     return message
+
+
+def _keep_whole() -> dict[str, Any]:
+    model = seeded(OnMeta)
+    options = {"convert_embeddings": "all", "tables": {"replicated.t": {"replicated": True}}}
+    train_sharded(model, 1, options)
+    return model.final_state
+
+
+def test_a_collection_that_is_kept_whole_has_its_rows_from_configure_model() -> None:
+    first, second = (state["replicated.embedding_bags.t.weight"] for state in run_on_warm_ranks(_keep_whole, 2))
+    assert torch.equal(first, second)
+    # torchrec draws them uniformly, up to one by the root of the number of rows; one step moves them a little.
+    assert 0.01 < float(first.std()) < 0.5
+    assert len(first.unique()) > 400
 
 
 def test_what_a_table_cannot_be_is_refused_on_every_rank() -> None:
