@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch.distributed import Store
 
-from lightning_distrec.errors import ConfigError
+from lightning_distrec.errors import ConfigError, VersionError
 
 KEY = "device"
 
@@ -53,6 +53,24 @@ def idle(device: torch.device) -> Iterator[None]:
     yield
     if is_gpu(device):
         torch.cuda.synchronize(device)
+
+
+def require_kernels(device: torch.device) -> None:
+    """Raise VersionError where FBGEMM, which must be loaded, has no kernels for a GPU: one is tried."""
+    if not is_gpu(device):
+        return
+    try:
+        torch.ops.fbgemm.asynchronous_complete_cumsum(torch.ones(1, dtype=torch.int32, device=device))
+    except RuntimeError as error:  # with a CPU build of FBGEMM a NotImplementedError, which is one as well
+        if not isinstance(error, NotImplementedError) and "no kernel image" not in str(error):
+            raise
+        properties = torch.cuda.get_device_properties(device)
+        capability = f"{properties.major}.{properties.minor}"
+        raise VersionError(
+            f"this FBGEMM has no kernels for {properties.name}, of compute capability {capability}. Wheels of "
+            "fbgemm-gpu have those of 8.0 to 8.9, 9.0 and 10.0, and wheels of fbgemm-gpu-cpu none. Build FBGEMM from "
+            f"its sources with TORCH_CUDA_ARCH_LIST={capability}, use another GPU, or train with accelerator='cpu'."
+        ) from error
 
 
 def device_id(device: torch.device, backend: str) -> str:

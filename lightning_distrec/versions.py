@@ -149,7 +149,8 @@ def problem_with(installed: Installed, *, on_cuda: bool = False) -> str | None:
         reason = (
             f"fbgemm-gpu needs CUDA {needed} (libcudart.so.{needed}); this torch brings CUDA {installed.torch_cuda}"
         )
-        return _problem(installed, reason, f"python -m pip install torch=={release}+cu{needed}0  # for CUDA {needed}")
+        build = {"12": "cu126", "13": "cu130"}.get(needed, f"cu{needed}0")
+        return _problem(installed, reason, f"python -m pip install torch=={release}+{build}  # for CUDA {needed}")
     elif installed.torchrec is None:
         reason = "torchrec is missing"
     elif minor(installed.torchrec) != minor(triple.torchrec):

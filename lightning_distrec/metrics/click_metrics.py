@@ -57,7 +57,7 @@ def pairs_by_group(groups: Tensor, scores: Tensor, labels: Tensor) -> tuple[Tens
         return torch.zeros_like(values).index_add_(0, places, values)
 
     run_negatives, negatives = sums(negative, run), sums(negative, group)
-    before_run, before_group = run_negatives.cumsum(0) - run_negatives, negatives.cumsum(0) - negatives
+    before_run, before_group = running_sums(run_negatives) - run_negatives, running_sums(negatives) - negatives
     below = before_run[run] - before_group[group] + run_negatives[run] / 2
     in_order = sums(torch.where(scores.isnan(), torch.nan, positive * below), group)
     positives = sums(positive, group)
@@ -71,8 +71,15 @@ def pairs_of_bins(counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     negative, positive = counts.double().unbind(-1)
     unsure = (positive * negative).sum(-1) / 2
-    below = (positive * (negative.cumsum(-1) - negative)).sum(-1)
+    below = (positive * (running_sums(negative) - negative)).sum(-1)
     return below + unsure, negative.sum(-1) * positive.sum(-1), unsure
+
+
+def running_sums(values: Tensor) -> Tensor:
+    """Return `values.cumsum(-1)`; on the host where it must be deterministic, which CUDA's sum of floats is not."""
+    if torch.are_deterministic_algorithms_enabled():
+        return values.cpu().cumsum(-1).to(values.device)
+    return values.cumsum(-1)
 
 
 def bins_of(preds: Tensor, bins: int, from_logits: bool) -> Tensor:

@@ -8,6 +8,7 @@ from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
 from lightning_distrec.errors import ConfigError
+from lightning_distrec.metrics.click_metrics import running_sums
 
 
 class QueryMean(Metric):
@@ -91,7 +92,7 @@ class NDCGAtK(QueryMean):
     def _values(self, ranks: Tensor, present: Tensor, hits: Tensor) -> Tensor:
         gained = torch.where(hits, 1 / torch.log2(1 + ranks.clamp_min(1).double()), 0).sum(1)
         places = torch.arange(1, ranks.shape[1] + 1, device=ranks.device)
-        best = (1 / torch.log2(1 + places.double()))[: self.k].cumsum(0)
+        best = running_sums((1 / torch.log2(1 + places.double()))[: self.k])
         return gained / best[(present.sum(1).clamp(1, len(best)) - 1)]
 
 

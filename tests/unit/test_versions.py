@@ -66,6 +66,17 @@ def test_local_suffixes_and_patch_releases_match_by_minor(torch):
             changed(CUDA, torch="2.13.0+cu129", torch_cuda="12", fbgemm_links_cuda="13"),
             r"needs CUDA 13 \(libcudart.so.13\); this torch brings CUDA 12(.|\n)*install torch==2.13.0\+cu130",
         ),
+        (
+            changed(
+                CUDA,
+                torch="2.11.0+cu130",
+                fbgemm_cuda="1.6.0",
+                torchrec="1.6.0",
+                torch_cuda="13",
+                fbgemm_links_cuda="12",
+            ),
+            r"needs CUDA 12(.|\n)*install torch==2.11.0\+cu126",
+        ),
         (changed(CPU, fbgemm_cpu=None), "fbgemm is missing"),
         (changed(CPU, torchrec=None), "torchrec is missing"),
         (changed(CPU, fbgemm_cpu="1.7.0"), "this fbgemm was made for another torch"),

@@ -158,15 +158,16 @@ class MchMapping(RowsOfIds):
         return problem
 
     def _rows(self) -> Tensor:
-        return torch.arange(self.first_row, self.first_row + self.num_rows)
+        return torch.arange(self.first_row, self.first_row + self.num_rows, device=self.ids.device)
 
     def _local_part(self, value: Any, rows: Any) -> Tensor:
         """Return what this rank has of a tensor that is in the order of `rows`; in files it is that of the rows."""
         if isinstance(value, Tensor) and isinstance(rows, Tensor):
-            return value[torch.argsort(rows)][self.first_row : self.first_row + self.num_rows]
+            part = value[torch.argsort(rows)][self.first_row : self.first_row + self.num_rows]
+            return part.to(self.ids.device)
         part = torch.empty(self.num_rows, dtype=torch.int64)
         value.read_into([Chunk((self.first_row,), part)])
-        return part
+        return part.to(self.ids.device)
 
     def _index(self) -> None:
         """Sort the ids that have a row, for lookups."""

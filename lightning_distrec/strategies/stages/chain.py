@@ -111,7 +111,8 @@ def pipeline_ranks(options: StageOptions, rank: int, world: int, timeout: Any) -
     seconds = timeout.total_seconds()
     pipelines = [list(range(first, first + num_ranks)) for first in range(0, world, num_ranks)]
     replicas = [list(range(first, world, num_ranks)) for first in range(num_ranks)]
-    # All ranks make all groups in this order, those that they are not in too: making a group is collective.
+    # All ranks make all groups in this order, those that they are not in too: making a group is collective. But on
+    # the host each rank makes its own ones: gloo groups of all ranks would split NCCL's communicator, for nothing.
     return PipelineRanks(
         rank=pipeline_rank,
         num_ranks=num_ranks,
@@ -123,7 +124,7 @@ def pipeline_ranks(options: StageOptions, rank: int, world: int, timeout: Any) -
         pipeline=dist.new_subgroups_by_enumeration(pipelines, timeout=timeout)[0],
         same_stage=dist.new_subgroups_by_enumeration(replicas, timeout=timeout)[0],
         # A group on the host of its own: over NCCL a count would have to be read back from the GPU.
-        same_stage_host=dist.new_subgroups_by_enumeration(replicas, timeout=timeout, backend="gloo")[0],
+        same_stage_host=dist.new_group(replicas[pipeline_rank], timeout, "gloo", use_local_synchronization=True),
         messages=Consensus(seconds, RankFlags(), pipelines[replica]),
     )
 

@@ -21,7 +21,7 @@ from lightning_distrec.strategies.stages.staged_chain import (
     StagedChain,
     average_over_replicas,
 )
-from lightning_distrec.strategies.stages.step_effects import LogCall, LoggedValues, StepDraws
+from lightning_distrec.strategies.stages.step_effects import LogCall, LoggedValues, StepDraws, on_host
 from lightning_distrec.strategies.stages.step_over_chain import (
     BlockArguments,
     Entry,
@@ -33,7 +33,7 @@ from lightning_distrec.strategies.stages.step_over_chain import (
 )
 
 TOLERANCE = 1e-3
-"""How far the mean of micro-batches' losses may be from the loss of the whole batch."""
+"""How far the mean of micro-batches' losses may be from the loss of the whole batch; see `close_enough`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +198,7 @@ class PipelinedModule:
             if mean is not None and isinstance(value, (Tensor, int, float)):
                 pairs.append((f"self.log({log_call['name']!r})", torch.as_tensor(value).detach().cpu(), mean))
         for description, value, mean in pairs:
-            if not torch.allclose(mean.double().cpu(), value.detach().double().cpu(), rtol=TOLERANCE, atol=TOLERANCE):
+            if not close_enough(value, mean, output):
                 return (
                     f"{description} of the first batch is {_format_value(value)}, and the mean over its micro-batches "
                     f"{_format_value(mean)}: it is no mean over examples. Use schedule='gpipe'."
@@ -227,7 +227,10 @@ class PipelinedModule:
             outcome.log_calls.append(log_calls)
         message = self._share(outcome, with_result=True)
         self._log.repeat(message["log_calls"])
-        return message["result"]
+        on_device, device = iter(message["on_device"]), self._staged.device
+        return apply_to_collection(
+            message["result"], Tensor, lambda tensor: tensor.to(device) if next(on_device) else tensor
+        )
 
     # -- both
 
@@ -241,7 +244,9 @@ class PipelinedModule:
         self._draws.begin_step(trainer.global_step, number)
         # Once per loop: samplers that differ show at its first batch, and later steps pay for no exchange.
         if number == 0 or call.name not in self._entered:
-            sums = [float(tensor.detach().double().sum()) for tensor in tensors_in(call.batch)]
+            # Of bytes: sums of floats differ between kinds of devices, in their last digits.
+            parts = [tensor.detach().to_dense().reshape(-1).view(torch.uint8) for tensor in tensors_in(call.batch)]
+            sums = [int(part.sum(dtype=torch.int64)) for part in parts]
             per_rank_sums = self._ranks.messages.all_gather(sums)
             if any(rank_sums != per_rank_sums[0] for rank_sums in per_rank_sums):
                 raise DataError(
@@ -282,11 +287,15 @@ class PipelinedModule:
             # Micro-batches are of one size: their mean weighs all examples alike.
             losses = torch.stack(outcome.losses) if outcome.losses else None
             result = outcome.result if with_result else None
+            on_device: list[bool] = []
+            apply_to_collection(result, Tensor, lambda tensor: on_device.append(tensor.device.type != "cpu"))
             message |= {
-                "loss": None if losses is None else losses.cpu().double().mean().to(losses.dtype),
+                "loss": None if losses is None else losses.double().mean().to(losses.dtype),
                 "log_calls": self._log.mean_calls(outcome.log_calls),
-                "result": apply_to_collection(result, Tensor, lambda tensor: tensor.detach().cpu()),
+                "result": result,
+                "on_device": on_device,
             }
+            message = on_host(message)
         # By messages on the host: the values are logged on every rank, and the seeds are compared in the same exchange.
         messages: list[dict[str, Any]] = self._ranks.messages.all_gather(message)
         if any(remote["seed"] != message["seed"] for remote in messages):
@@ -299,6 +308,14 @@ class PipelinedModule:
 
 def _loss_in(result: Any) -> Any:
     return result["loss"] if isinstance(result, dict) else result
+
+
+def close_enough(value: Tensor, mean: Tensor, output: Tensor) -> bool:
+    """Whether a mean over micro-batches is the batch's value but for rounding. output: what both are computed from."""
+    # bfloat16 steps by 2^-7 of a number, wherever it is on the way from the chain's output to the value.
+    steps = [torch.finfo(tensor.dtype).eps for tensor in (value, output) if tensor.is_floating_point()]
+    limit = max(TOLERANCE, *(4 * step for step in steps))
+    return torch.allclose(mean.double().cpu(), value.detach().double().cpu(), rtol=limit, atol=limit)
 
 
 def _gradient_or_zeros(tensor: Tensor) -> Tensor:

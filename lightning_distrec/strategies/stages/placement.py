@@ -98,7 +98,7 @@ def _to_device(device: torch.device, tensor: Tensor) -> Tensor:
 
 def _draw_weights(module: nn.Module, names: set[str], ranks: PipelineRanks, device: torch.device) -> None:
     """Give this rank's tensors on the meta device values. Equal seeds would draw the same ones for all stages."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(torch.initial_seed() + ranks.rank)
         materialize(module, device, lambda name, _: name in names)
 

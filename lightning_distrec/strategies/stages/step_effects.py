@@ -13,6 +13,8 @@ import numpy
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.seed import isolate_rng
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_distrec.cluster.consensus import Consensus
@@ -74,7 +76,8 @@ def _seed_generators(seed: int) -> None:
 
 
 def _generator_states() -> tuple[Any, ...]:
-    return torch.get_rng_state().numpy().tobytes(), repr(numpy.random.get_state()), random.getstate()
+    on_device = torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_initialized() else b""
+    return on_device, torch.get_rng_state().numpy().tobytes(), repr(numpy.random.get_state()), random.getstate()
 
 
 class LoggedValues:
@@ -120,7 +123,7 @@ class LoggedValues:
                 vars(metric).update(state)
 
     def mean_calls(self, per_part_calls: Sequence[Sequence[LogCall]]) -> list[LogCall]:
-        """Return the calls of a step as plain values: the mean over its micro-batches, which are of one size.
+        """Return the calls of a step: the mean over its micro-batches, which are of one size, on the values' device.
 
         Raises UnsupportedError: they have logged different names, or a call has an argument that is no plain value.
         """
@@ -148,7 +151,7 @@ class LoggedValues:
                 )
             return {**plain, METRIC: path}
         # In float64: sums of integers and of 16-bit values would lose digits.
-        values = torch.stack([torch.as_tensor(call["value"]).detach().cpu().double() for call in calls])
+        values = torch.stack([torch.as_tensor(call["value"]).detach().double() for call in calls])
         dtype = torch.as_tensor(value).dtype
         return {**plain, "value": values.mean(0).to(dtype if dtype.is_floating_point else torch.float32)}
 
@@ -158,4 +161,18 @@ class LoggedValues:
             arguments = dict(call)
             if METRIC in arguments:
                 arguments["value"] = self._module.get_submodule(arguments.pop(METRIC))
+            else:  # Lightning keeps it where it is, and sync_dist reduces it there, which NCCL does on GPUs only
+                arguments["value"] = arguments["value"].to(self._module.device, non_blocking=True)
             self._module.log(**arguments)
+
+
+def on_host(value: Any) -> Any:
+    """Return a value with its tensors on the host, detached; those on a device come in one copy for each type."""
+    remote: list[Tensor] = []
+    apply_to_collection(value, Tensor, lambda tensor: remote.append(tensor) if tensor.device.type != "cpu" else None)
+    copies: dict[int, Tensor] = {}
+    for dtype in {tensor.dtype for tensor in remote}:
+        same = [tensor for tensor in remote if tensor.dtype == dtype]
+        parts = torch.cat([tensor.detach().reshape(-1) for tensor in same]).cpu().split([t.numel() for t in same])
+        copies |= {id(tensor): part.view(tensor.shape) for tensor, part in zip(same, parts, strict=True)}
+    return apply_to_collection(value, Tensor, lambda tensor: copies.get(id(tensor), tensor.detach()))

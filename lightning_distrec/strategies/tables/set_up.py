@@ -26,6 +26,7 @@ from lightning_distrec._compat.torch import (
     without_in_backward,
 )
 from lightning_distrec.errors import OptimizerError, ShardingError
+from lightning_distrec.gpu import require_kernels
 from lightning_distrec.optimizers.param_groups import replace_parameters, rewrite_groups
 from lightning_distrec.optimizers.torchrec_optimizers import members_of
 from lightning_distrec.optimizers.translation import NO_UPDATE, LearningRates, TableUpdate, frozen, sparse_form
@@ -100,6 +101,8 @@ def _unsharded(earlier: ShardedTables | None) -> Iterator[None]:
 
 def _decide(inputs: SetUpInputs, earlier: ShardedTables | None) -> Decisions:
     selection = select_tables(inputs.module, inputs.settings)
+    if selection.tables:
+        require_kernels(inputs.device)
     if earlier is not None:
         _refuse_to_replicate(inputs, selection, earlier)
     return decide(inputs, selection, {} if earlier is None else earlier.parameters())

@@ -7,10 +7,23 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics.functional.classification import binary_auroc
 
 from lightning_distrec.errors import ConfigError, DataError
-from lightning_distrec.metrics import GAUC, Calibration, DecayedAUC, NormalizedEntropy, TaskMetrics, WindowedAUC
+from lightning_distrec.metrics import (
+    GAUC,
+    Calibration,
+    DecayedAUC,
+    NormalizedEntropy,
+    TaskMetrics,
+    WindowedAUC,
+    click_metrics,
+    retrieval,
+)
+from lightning_distrec.metrics.click_metrics import running_sums
+from lightning_distrec.metrics.retrieval import NDCGAtK
 
 
 def examples(number: int = 400, users: int = 30, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -193,3 +206,42 @@ def test_each_task_has_metrics_of_its_own() -> None:
 def test_what_does_not_fit_is_an_error(call: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         call(torch.rand(4), torch.arange(4))
+
+
+class FloatSums(TorchDispatchMode):
+    """Notes where running sums of floats are made: on CUDA they raise under deterministic algorithms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.devices: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "cumsum" in func.__name__ and args[0].is_floating_point():
+            self.devices.add(args[0].device.type)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_running_sums_of_floats_leave_the_gpu_where_it_must_be_deterministic(deterministic: bool) -> None:
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        with FakeTensorMode(), FloatSums() as sums:
+            result = running_sums(torch.ones(2, 8, device="cuda"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert sums.devices == {"cpu" if deterministic else "cuda"}
+    assert (result.device.type, tuple(result.shape)) == ("cuda", (2, 8))
+
+
+def test_metrics_make_no_other_running_sums_of_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    def add(values: Tensor) -> Tensor:
+        return torch.from_numpy(np.cumsum(values.numpy(), -1))
+
+    for module in (click_metrics, retrieval):
+        monkeypatch.setattr(module, "running_sums", add)
+    preds, labels, users, _ = examples()
+    with FloatSums() as sums:
+        for metric, values in ((GAUC(), (preds, labels, users)), (DecayedAUC(100), (preds, labels))):
+            assert 0 < float(updated(metric, *values).compute()) < 1
+        assert float(updated(NDCGAtK(3), torch.tensor([1, 2, 7])).compute()) > 0
+    assert sums.devices == set()
