@@ -239,6 +239,10 @@ class ComputedCall:
             return self._batch_call.arguments
         return tuple(source for variant in self._variants for source in variant.call.arguments)
 
+    def reads_written_tensors(self) -> bool:
+        """Whether what it is computed from is written to between steps, or in them."""
+        return any(held.was_written() for variant in self._variants for held in variant.held)
+
     def learn(self, recorded: Variant | str) -> None:
         """Learn from a recording of this call, or from the reason why there is none."""
         if self.refused:

@@ -60,8 +60,8 @@ class IdsExchange:
     """Starts the exchange of the ids of prepared lookups (sharding/lookup/ids_exchange.py)."""
     has_own_group: bool
     """Whether ids may be sent at a moment that is not the same on all ranks."""
-    preparing: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """Returns the context in which lookups are prepared."""
+    preparing: Callable[[Callable[[], bool]], AbstractContextManager[Any]] = nullcontext
+    """Returns the context in which lookups are prepared; it is given `StepCalls.reads_written_tensors`."""
 
 
 class Prefetcher:
@@ -96,7 +96,7 @@ class Prefetcher:
         """Prepare the lookups of a batch that was just drawn."""
         calls = self._learner.calls.get(batch.kind)
         if calls is not None:
-            with self._exchange.preparing():
+            with self._exchange.preparing(calls.reads_written_tensors):
                 batch.prepare(calls, self._tables)
             if batch.preparation_failure:
                 self._learner.report_unlike(batch)
@@ -299,8 +299,9 @@ class Prefetcher:
             if batch.kind == kind:
                 if not self._learner.needs_objects(kind):
                     batch.objects = None
-                with self._exchange.preparing():
-                    batch.prepare(self._learner.calls[kind], self._tables)
+                calls = self._learner.calls[kind]
+                with self._exchange.preparing(calls.reads_written_tensors):
+                    batch.prepare(calls, self._tables)
         for batch in step.following[:1]:  # ranks whose batches end have fewer, and announce one at each step
             batch.announce(self._message_about(batch))
             batch.agreed_status()

@@ -38,6 +38,7 @@ class HeldTensor:
     def __init__(self, name: str, read: Callable[[], Any]) -> None:
         self.name, self.read = name, read
         self._stamp: Any = None
+        self._was_written = False
 
     def __repr__(self) -> str:
         return self.name
@@ -49,11 +50,17 @@ class HeldTensor:
             self._stamp = _stamp(tensor)
             self._copy = tensor.detach().clone() if tensor.nbytes <= COPIED_BYTES else None
 
+    def was_written(self) -> bool:
+        """Whether the module has written to it since, be it the same value."""
+        self._was_written |= self._stamp is not None and _stamp(self.read()) != self._stamp
+        return self._was_written
+
     def changed(self) -> bool:
         """Whether it has another value now."""
         tensor = self.read()
         stamp = _stamp(tensor)
         if stamp != self._stamp:
+            self._was_written = True
             # A broadcast of buffers writes to them and changes nothing.
             if self._copy is None or not isinstance(tensor, Tensor) or not are_equal(tensor, self._copy):
                 return True

@@ -131,6 +131,10 @@ class StepCalls:
         names |= {key for source in sources if isinstance(source, JaggedSource) for key in source.keys}
         self.order = FeatureOrder(objects, [path for source in sources for path in paths_of(source)], names)
 
+    def reads_written_tensors(self) -> bool:
+        """Whether a call is computed from tensors of the module that are written to between steps, or in them."""
+        return any(isinstance(call, ComputedCall) and call.reads_written_tensors() for call in self.calls)
+
 
 @dataclass
 class LookupCounts:

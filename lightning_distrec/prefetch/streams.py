@@ -4,7 +4,8 @@ Not run on a GPU yet; tests/support/emulated_streams.py emulates the streams on 
 it: gloo threads work during the computation by themselves.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -44,9 +45,22 @@ class Streams:
                 tensor.record_stream(self._copies)
         return torch.cuda.stream(self._copies)
 
-    def exchanging(self) -> AbstractContextManager[Any]:
-        """Return the context in which ids are checked and exchanged, after `copied` was called with their batch."""
-        return nullcontext() if self.ids is None else torch.cuda.stream(self.ids)
+    @contextmanager
+    def preparing(self, reads_written_tensors: Callable[[], bool]) -> Iterator[None]:
+        """Compute and check ids in the context, after `copied` was called with their batch.
+
+        reads_written_tensors: whether they depend on tensors that the stream of the step writes to.
+        """
+        if self.ids is None:
+            yield
+            return
+        step, is_ordered = torch.cuda.current_stream(self._device), reads_written_tensors()
+        if is_ordered:
+            self.ids.wait_stream(step)
+        with torch.cuda.stream(self.ids):
+            yield
+        if is_ordered:  # the step's next write comes after these reads
+            step.wait_stream(self.ids)
 
     def copied(self, batch: Any) -> Any:
         """Let the stream of ids use a batch that was copied; returns the event that `hand_over` waits for."""

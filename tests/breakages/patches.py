@@ -387,7 +387,7 @@ BREAKAGES = (
     Breakage(
         "prepared-on-any-stream",
         "lightning_distrec/strategies/tables/prefetching.py",
-        r"preparing=self\._streams\.exchanging,",
+        r"preparing=self\._streams\.preparing,",
         "",
         "On a GPU lookups are prepared before their batch is copied: wrong ids.",
         ("multiprocess/prefetch/test_emulated_streams.py",),

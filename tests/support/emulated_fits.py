@@ -67,6 +67,22 @@ class PlainBags(Deaf):
         return self.mlp(self.ebc(self._ids(batch))).squeeze(-1)
 
 
+class RewrittenBuffer(PlainBags):
+    """Adds a buffer to its ids, and writes to it in each step, after a look at it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.register_buffer("first_id", torch.tensor([5]))
+
+    def _ids(self, batch: dict[str, Tensor]) -> Tensor:
+        return (batch["single"] * 7 + self.first_id) % 60
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.first_id.copy_(torch.full_like(self.first_id, 5))
+        return loss
+
+
 class DeclaredBags(PlainBags):
     """Gets its batch in a new dict, as under DDP with device_ids, and declares its ids."""
 

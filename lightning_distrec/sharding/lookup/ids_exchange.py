@@ -117,8 +117,9 @@ class IdsExchange(_Exchange):
             self._sizes.wait_for_numbers()
             self._sizes = None
         waits, self._ids = self._ids, []
-        for wait in waits:
-            wait()
+        with self._on_stream():  # which owns the buffers: freed, it gives them to what comes after the exchange
+            for wait in waits:
+                wait()
 
 
 class ShortExchange(_Exchange):
@@ -193,7 +194,8 @@ class ShortExchange(_Exchange):
     def drop(self) -> None:
         """Wait for what this rank has sent, without sending more: other ranks may not take part."""
         if self._work is not None:
-            self._work.wait()
+            with self._on_stream():
+                self._work.wait()
             self._work = None
         self._was_sent = self._has_arrived = True
 

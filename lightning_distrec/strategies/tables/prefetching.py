@@ -161,7 +161,7 @@ class Prefetching:
         exchange = IdsExchange(
             start=lambda requests: start_exchange(requests, self._streams.ids, group),
             has_own_group=group is not None,
-            preparing=self._streams.exchanging,
+            preparing=self._streams.preparing,
         )
         record = partial(Recorder, module) if options.computed_ids else None
         self._learner = Learner(consensus, rank_zero_warn, record)

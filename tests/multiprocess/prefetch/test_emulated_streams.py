@@ -14,6 +14,7 @@ from tests.support.emulated_fits import (
     DeclaredBags,
     JaggedBatches,
     PlainBags,
+    RewrittenBuffer,
     Sequences,
     Unfreezing,
     emulate_fit,
@@ -30,6 +31,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "a KeyedJaggedTensor in the batch": (emulate_fit, JaggedBatches, Adagrad, "", "column_wise"),
     "computed ids of an nn.EmbeddingBag": (emulate_fit, PlainBags, SGD, "", "row_wise"),
     "computed ids, and Adam": (emulate_fit, PlainBags, Adam, "", "table_wise"),
+    "computed ids of a buffer that each step rewrites": (emulate_fit, RewrittenBuffer, SGD, "", "row_wise"),
     "declared ids, and a new dict for each batch": (emulate_fit, DeclaredBags, SGD, "", "row_wise"),
     "sparse updates, clipped": (emulate_fit, Deaf, SGD, "table_wise", "row_wise", "sparse", 0.1),
     "a layer that is unfrozen": (emulate_fit, Unfreezing, SGD, "", "row_wise"),
@@ -54,6 +56,7 @@ IDS = "stream 3"
 ON_HOST = ("cluster/consensus.py", "optimizers/joint_steps.py", "optimizer_step <")
 """Not of a GPU: these tensors are in the host's memory, such as Adam's step counts."""
 ID_WAITS = {
+    "prefetch/recorder.py": 1,  # whether a tensor that was rewritten has another value
     "sharding/calls.py": 1,  # extremes and numbers of the ids of the lookup
     "__init__ < lookup/ids_exchange.py": 1,  # how many go to each rank; row-wise tables
     " < _compat/torchrec_ids.py": 2,  # how many come from each rank, and from how large a batch
@@ -66,7 +69,7 @@ TORCHRECS = "torchrec's own pipeline"
 def test_no_stream_uses_memory_of_another_too_early_or_too_late(results: Any) -> None:
     for rank_result in results:
         for name, (hazards, _, ahead) in rank_result.items():
-            assert hazards == [], name
+            assert hazards == [], (name, hazards)
             assert ahead == f"{STEPS - LEARNED.get(name, 1)} of {STEPS} lookups", name
 
 

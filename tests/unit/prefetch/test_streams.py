@@ -72,7 +72,7 @@ def test_batches_of_a_loader_on_the_device_are_ordered_and_kept(layout: torch.la
         with pipe.copying([batch]):
             made = [part + 1 for part in parts]
         event = pipe.copied([batch, made])
-        with pipe.exchanging():
+        with pipe.preparing(bool):
             products = [part * 2 for part in (*parts, *made)]
         pipe.hand_over([batch, made], event)
         products += [part * 3 for part in (*parts, *made)]
