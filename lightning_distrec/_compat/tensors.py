@@ -61,24 +61,29 @@ def watch_operations(note: Note, check: Callable[..., None] | None = None) -> Ab
     note: gets the operation, its arguments, and what it returned; what it runs itself is not watched. check: gets the
     operation and its arguments before it runs.
     """
+    return _Watch(note, check)
+
+
+class _Watch(TorchDispatchMode):
+    # At the top of the file: a class is in a reference cycle, and one of each call would keep its arguments.
+    supports_higher_order_operators = True
+
+    def __init__(self, note: Note, check: Callable[..., None] | None) -> None:
+        super().__init__()
+        self._note, self._check = note, check
+
     # What torch.compile has compiled runs without it: a mode that does not ignore compile's internals makes torch
     # give up for good on any function that is first called inside of it.
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
-    class Watch(TorchDispatchMode):
-        supports_higher_order_operators = True
-
-        @classmethod
-        def ignore_compile_internals(cls) -> bool:
-            return True
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if check is not None:
-                check(func, args, kwargs or {})
-            output = func(*args, **(kwargs or {}))
-            note(func, args, kwargs or {}, output)
-            return output
-
-    return Watch()
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._check is not None:
+            self._check(func, args, kwargs or {})
+        output = func(*args, **(kwargs or {}))
+        self._note(func, args, kwargs or {}, output)
+        return output
 
 
 def watch_sends(on_send: Callable[[Tensor, int, str], None]) -> Patches:
@@ -123,13 +128,25 @@ def written_by(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def truncated_draw(frame: Any) -> dict[str, Any] | None:
     """Return the options with which torch's trunc_normal_ asks in this frame whether its tensor is on meta."""
     # It is no torch function, and so cannot be seen itself. Source: torch/nn/init.py, _no_grad_trunc_normal_.
-    while frame is not None and frame.f_code.co_name == "__torch_function__":  # modes, such as torch.device()
-        frame = frame.f_back
+    frame = _without_modes(frame)
     if frame is None or frame.f_code is not torch.nn.init._no_grad_trunc_normal_.__code__:
         return None
     if frame.f_locals["generator"] is not None:
         return None
     return {name: frame.f_locals[name] for name in ("mean", "std", "a", "b")}
+
+
+def makes_parameter(frame: Any) -> bool:
+    """Return whether nn.Parameter makes one of a tensor of another class in this frame: by `detach`."""
+    # It is no torch function either, and takes the class that `detach` returns. Source: torch/nn/parameter.py.
+    frame = _without_modes(frame)
+    return frame is not None and frame.f_code is nn.Parameter.__new__.__code__
+
+
+def _without_modes(frame: Any) -> Any:
+    while frame is not None and frame.f_code.co_name == "__torch_function__":  # modes, such as torch.device()
+        frame = frame.f_back
+    return frame
 
 
 def returns_view(operation: Any) -> bool:

@@ -18,6 +18,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_distrec._compat.tensors import (
+    makes_parameter,
     returns_view,
     storage_key,
     truncated_draw,
@@ -31,8 +32,11 @@ from lightning_distrec.sharding.shard_weight import DESCRIBES, SHAPES, VALUES, i
 from lightning_distrec.sharding.weight_writes import Draw, NeedsRows, Place, Record, Write
 from lightning_distrec.units import format_bytes
 
-NEED_ROWS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "share_memory_"})
-"""Methods of DESCRIBES that are for a weight that is not sharded."""
+NEED_ROWS = frozenset({
+    *("register_hook", "register_post_accumulate_grad_hook", "share_memory_", "__deepcopy__", "__reduce_ex__"),
+    *("untyped_storage", "storage", "data_ptr"),
+})
+"""Methods that are for a weight that is not sharded, or give its memory away."""
 CREATES = frozenset({
     *("new_tensor", "new_empty", "new_zeros", "new_ones", "new_full", "empty_like", "zeros_like", "ones_like"),
     *("full_like", "randn_like", "rand_like"),
@@ -46,22 +50,20 @@ def _guarded(_: type, func: Callable[..., Any], types: Any, args: Any = (), kwar
     if is_attribute:
         attribute = func.__self__.__name__  # type: ignore[attr-defined]
         name = attribute if name == "__get__" else "data =" if attribute == "data" else "setting another"
-    reads = (
-        name in VALUES - {"grad"}
-        if is_attribute
-        else name not in (DESCRIBES | SHAPES) - NEED_ROWS - {"new_tensor", "__deepcopy__", "__reduce_ex__"}
-    )
+    reads = name in VALUES - {"grad"} if is_attribute else name not in (DESCRIBES | SHAPES) - NEED_ROWS - {"new_tensor"}
     weights = [tensor for tensor in _tensors_in([args, kwargs]) if isinstance(tensor, (MetaWeight, MetaValues))]
-    frame = inspect.currentframe()
     is_constructing = any(weight.record.in_constructor for weight in weights)
-    is_ours = not is_constructing and is_called_by_us(frame)
+    # The frame gets no name here: it would keep itself alive, with the views that are its arguments.
+    is_ours = not is_constructing and is_called_by_us(inspect.currentframe())
     if is_attribute and name in ("device", "is_meta") and not is_ours:
-        return _described(name, args[0], frame.f_back if frame is not None else None)
+        return _described(name, args[0], _caller(inspect.currentframe()))
     if not reads or is_ours:
         with without_guard():
             return func(*args, **kwargs)
     if name == "equal":  # Lightning looks a parameter up in param groups so
         return args[0] is args[1]
+    if name == "detach" and makes_parameter(_caller(inspect.currentframe())):
+        return _parameter_of(args[0])
     if name == "data =" and isinstance(args[0], MetaWeight) and not isinstance(args[1], (MetaWeight, MetaValues)):
         give_rows(args[0], args[1])
         return None
@@ -78,8 +80,25 @@ def _guarded(_: type, func: Callable[..., Any], types: Any, args: Any = (), kwar
     for weight in weights:
         _give_rows_for(weight, name)
     with without_guard():
-        args, kwargs = apply_to_collection([args, kwargs], MetaValues, lambda view: view.record.view(view))
+        args, kwargs = apply_to_collection(
+            [args, kwargs], MetaValues, lambda view: view.record.view(view), allow_frozen=True
+        )
         return func(*args, **kwargs)
+
+
+def _caller(frame: Any) -> Any:
+    return None if frame is None else frame.f_back
+
+
+def _parameter_of(values: Any) -> nn.Parameter:
+    """Return what nn.Parameter makes of a weight or a view of it: another parameter with the memory of its rows."""
+    _give_rows_for(values, "nn.Parameter")
+    if isinstance(values, MetaValues):
+        rows = values.record.view(values)
+        values.__class__ = nn.Parameter  # type: ignore[assignment]  # nn.Parameter compares the classes
+        return nn.Parameter(rows, False)
+    with without_guard():
+        return nn.Parameter(values.detach(), False)
 
 
 def _described(name: str, weight: Any, frame: Any) -> Any:
@@ -189,9 +208,9 @@ def give_rows(weight: Any, rows: Tensor | None = None) -> None:
 
 
 def _give_rows_for(weight: Any, name: str) -> None:
-    record: Record = weight.record
-    if record.rows is not None:
+    if not isinstance(weight, (MetaWeight, MetaValues)) or weight.record.rows is not None:
         return
+    record: Record = weight.record
     warn(
         f"{record.description} is built whole on every rank: '{name}' needs all of its rows. In-place operations on "
         "every element alone, as those of nn.init, are done by each rank for its own rows.",
@@ -202,7 +221,8 @@ def _give_rows_for(weight: Any, name: str) -> None:
 
 def _recorded(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], weights: list[Any]) -> Any:
     """Run an operation without values; record what it writes into the weights. Raises NeedsRows: it reads values."""
-    sources = {storage_key(weight): weight for weight in weights}
+    with without_guard():
+        sources = {storage_key(weight): weight for weight in weights}
     writes: list[tuple[Record, Write]] = []
 
     def check(operation: Any, op_args: tuple[Any, ...], op_kwargs: dict[str, Any]) -> None:
@@ -215,8 +235,13 @@ def _recorded(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], weigh
         record: Record = sources[storage_key(touched[0])].record
         writes.append((record, record.write_of(operation, op_args, op_kwargs)))
 
-    with without_guard(), watch_operations(lambda *_: None, check):
-        result = func(*args, **kwargs)
+    try:
+        with without_guard(), watch_operations(lambda *_: None, check):
+            result = func(*args, **kwargs)
+    except (RuntimeError, TypeError) as error:
+        if "meta" not in str(error):
+            raise
+        raise NeedsRows from None  # with rows it may be right: it wants tensors of one device, or memory
     for record, write in writes:
         record.append(write)
 
@@ -224,7 +249,7 @@ def _recorded(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], weigh
         if isinstance(tensor, (MetaWeight, MetaValues)) or storage_key(tensor) not in sources:
             return tensor
         source = sources[storage_key(tensor)]
-        view: Any = tensor.as_subclass(MetaValues)
+        view: Any = tensor.detach().as_subclass(MetaValues)  # a view with a base would keep the weight from its rows
         view.record, view.weight = source.record, source if isinstance(source, MetaWeight) else source.weight
         return view
 

@@ -103,3 +103,19 @@ def test_trunc_normal_asks_for_the_device_in_a_frame_that_shows_its_options() ->
     torch.nn.init.trunc_normal_(torch.empty(2, 2).as_subclass(Asked), std=0.5, a=-1.0, b=1.0)
     assert {"mean": 0.0, "std": 0.5, "a": -1.0, "b": 1.0} in drawn
     assert dispatch.truncated_draw(sys._getframe()) is None
+
+
+def test_a_parameter_of_a_tensor_of_another_class_is_made_by_detach() -> None:
+    asked = {}
+
+    class Asked(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked[function.__name__] = dispatch.makes_parameter(sys._getframe(1))
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    tensor = torch.empty(2).as_subclass(Asked)
+    tensor.detach()
+    assert asked == {"detach": False}
+    torch.nn.Parameter(tensor)
+    assert asked["detach"]

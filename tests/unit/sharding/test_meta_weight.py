@@ -1,8 +1,9 @@
 """What a constructor writes to a table without rows is repeated block by block, or gives the table its rows."""
 
 import copy
+import gc
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -146,12 +147,26 @@ NEED_ROWS: dict[str, Callable[[Any], Any]] = {
     "generator": lambda weight: nn.init.normal_(weight, generator=torch.Generator().manual_seed(4)),
     "flat": lambda weight: weight.data.view(-1)[:9].zero_(),
     "between": lambda weight: weight.data[1].copy_(weight.data[2]),
+    "one value": lambda weight: weight.data.add_(weight[3, 2].item()),
+    "itself": lambda weight: torch.no_grad()(weight.add_)(weight),
+    "another device": lambda weight: weight.data.addcmul_(PRETRAINED, PRETRAINED),
+    "numpy": lambda weight: weight.detach().numpy().__imul__(2),
+    "memory": lambda weight: weight.untyped_storage().fill_(0),
 }
 
 
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """Leave what is in reference cycles where it is."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize("name", NEED_ROWS)
 def test_what_needs_all_rows_makes_them_and_says_so(name: str) -> None:
-    module = _embedding()
+    module = _embedding(padding_idx=5)  # whose row is zeroed by a view, which must not stay
     weight = module.weight
     weight.data.copy_(PRETRAINED)
     view = weight.data[3:5]
@@ -190,6 +205,20 @@ def test_copies_hooks_and_new_data_give_a_weight_its_rows_and_pickles_none() -> 
     assert torch.equal(_in_blocks(restored.weight, 4), PRETRAINED)
     with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
         _embedding().weight.zero_()
+
+
+def test_another_parameter_of_a_weight_or_its_data_shares_the_rows() -> None:
+    for read in (lambda weight: weight, lambda weight: weight.data, lambda weight: weight.data[3:5]):
+        module, expected = _embedding(padding_idx=5), nn.Embedding(ROWS, WIDTH)
+        for weight in (module.weight, expected.weight):
+            weight.data.copy_(PRETRAINED)
+        with pytest.warns(UserWarning, match=r"'nn\.Parameter' needs all of its rows"):
+            other = nn.Parameter(read(module.weight))
+        assert torch.equal(other, nn.Parameter(read(expected.weight)))
+        assert other.requires_grad
+        other.data.zero_()
+        read(expected.weight).detach().zero_()
+        assert torch.equal(module.weight, expected.weight), "one memory"
 
 
 def test_embeddings_that_are_not_sharded_are_made_as_ever() -> None:
