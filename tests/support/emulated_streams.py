@@ -130,7 +130,7 @@ class EmulatedStreams(TorchDispatchMode):
         outputs = [tensor for tensors in written for tensor in tensors]
         self.run(func.__name__, _tensors([args, kwargs]), [*outputs, *_tensors(result)])
         pinned = args and getattr(args[0], "emulated_pinned", False)
-        if func._schema.name.rpartition("::")[2] in WAITS and not pinned:
+        if (func._schema.name.rpartition("::")[2] in WAITS or _has_unknown_size(func, args, kwargs)) and not pinned:
             self.host_waits(func.__name__)
         return result
 
@@ -299,6 +299,13 @@ def _with_values(arguments: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, 
             yield argument, args[i]
         elif argument.name in kwargs:
             yield argument, kwargs[argument.name]
+
+
+def _has_unknown_size(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether how large the result is depends on values: of a mask, or of how often each row is repeated."""
+    if func is torch.ops.aten.index.Tensor:
+        return any(index is not None and index.dtype == torch.bool for index in args[1])
+    return func is torch.ops.aten.repeat_interleave.Tensor and kwargs.get("output_size") is None
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

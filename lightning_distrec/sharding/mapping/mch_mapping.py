@@ -185,9 +185,10 @@ class MchMapping(RowsOfIds):
 
     def _update(self) -> Tensor:
         """Let the module choose the ids of each bucket; return the rows that an id was evicted from."""
-        # Policies count how often an id occurs.
-        ids = torch.cat([ids.repeat_interleave(times) for _, ids, times in self._history])
-        counts = [int(times.sum()) for *_, times in self._history]
+        # Policies count how often an id occurs. Numbers are read together: on a GPU the host waits for each read.
+        counts = torch.stack([times.sum() for *_, times in self._history]).tolist()
+        pairs = zip(self._history, counts, strict=True)
+        ids = torch.cat([ids.repeat_interleave(times, output_size=count) for (_, ids, times), count in pairs])
         kinds = self._policy.metadata_info
         recorded = {kind.metadata_name: torch.zeros_like(ids) for kind in kinds if kind.is_history_metadata}
         first = 0
@@ -197,10 +198,15 @@ class MchMapping(RowsOfIds):
             first += count
         self._history = []
         had_id = self.ids.view(-1) != ANY_ID
-        buckets, evicted = self._bucket_of(ids), []
-        for bucket in torch.unique(buckets).tolist():
-            in_bucket = buckets == bucket
-            evicted.append(self._update_bucket(bucket, ids[in_bucket], {k: v[in_bucket] for k, v in recorded.items()}))
+        buckets, order = torch.sort(self._bucket_of(ids), stable=True)
+        ids, recorded = ids[order], {name: values[order] for name, values in recorded.items()}
+        numbers = torch.arange(self.num_rows // self.spec.bucket_rows, device=ids.device)
+        ends = torch.searchsorted(buckets, numbers, right=True).tolist()
+        evicted = []
+        for bucket, part in enumerate(map(slice, [0, *ends], ends)):
+            if part.start < part.stop:
+                recorded_part = {name: values[part] for name, values in recorded.items()}
+                evicted.append(self._update_bucket(bucket, ids[part], recorded_part))
         self._index()
         rows = torch.cat(evicted) if evicted else ids
         return rows[had_id[rows]]

@@ -11,6 +11,7 @@ from lightning_distrec.chunks import ChunkedTensor
 from lightning_distrec.errors import IdsError
 from lightning_distrec.sharding.mapping.mch_mapping import MchMapping
 from lightning_distrec.sharding.mapping.spec import ANY_ID, MchSpec, spec_of
+from tests.support.emulated_streams import emulated_streams
 from tests.support.mapped_models import BUCKETS, ROWS, mch
 
 CPU = torch.device("cpu")
@@ -79,3 +80,18 @@ def test_a_hash_function_must_stay_in_its_range() -> None:
     assert mapping.sent(torch.tensor([3, 11, 14])).tolist() == [3, 0, 3]
     with pytest.raises(IdsError, match="not in the range from 0 to input_hash_size - 1 = 9"):
         mapping.sent(torch.tensor([10]))
+
+
+def test_the_host_reads_the_numbers_of_ids_once_in_an_update_of_many_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MchMapping, "_update_bucket", lambda self, bucket, ids, recorded: ids.new_empty(0))
+    counts = []
+    for num_ids in (1, 40):  # of one bucket, and of all
+        mapping = _mapping(interval=3)
+        with emulated_streams() as streams:
+            for step in range(3):
+                waits_before = len(streams.reports.waits)
+                mapping.learn(torch.arange(num_ids) + step)
+                mapping.optimizer_stepped()
+        places = [place for _, _, place in streams.reports.waits[waits_before:]]
+        counts.append(sum("_update" in place for place in places))
+    assert counts == [4, 4], places
