@@ -18,10 +18,8 @@ DEFAULTS: dict[str, Any] = NO_OUTPUT | {
 
 def make_trainer(strategy: dict[str, Any] | None = None, **options: Any) -> pl.Trainer:
     """Return a trainer that shards tables. strategy: options of the strategy; options: those of the Trainer."""
-    selection = DEFAULTS | options
-    return pl.Trainer(
-        strategy=TorchRecShardedStrategy(**(strategy or {})), devices=rank_and_num_ranks()[1], **selection
-    )
+    selection = DEFAULTS | {"devices": rank_and_num_ranks()[1]} | options
+    return pl.Trainer(strategy=TorchRecShardedStrategy(**(strategy or {})), **selection)
 
 
 def make_ddp_trainer(**options: Any) -> pl.Trainer:

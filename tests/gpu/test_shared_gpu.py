@@ -1,0 +1,87 @@
+"""Two ranks that share one GPU, over gloo, train what one rank does: exchanges on a machine with one GPU."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gpu.device import ACCELERATOR, runs_here
+from tests.support.click_model import seeded
+from tests.support.embedding_models import whole_state
+from tests.support.mapped_models import DynamicModel, ManagedModel, MchModel, MchSequences, loader
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
+from tests.support.trainers import make_trainer
+
+pytestmark = runs_here
+
+STEPS = 8
+PARTS = 2
+"""Each step has this number of batches, one for each rank, or both for one."""
+
+
+class Ordinary(DynamicModel):
+    """Ids in the range of the rows, on the short path."""
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return super().forward(batch | {"ids": batch["ids"] % 24, "first": batch["first"] % 20})
+
+
+TABLES = {
+    "mc.bags.users": {"ids": "dynamic", "rows": 24, "buckets": 6, "evict": "lfu"},
+    "mc.bags.goods": {"ids": "dynamic", "rows": 60, "buckets": 6, "min_sights": 2},
+    "first": {"ids": "dynamic", "rows": 24, "buckets": 6, "embedding_update": "dense"},
+}
+CASES: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
+    "short path, row-wise": (Ordinary, {}, {"sharding_types": ["row_wise"], "prefetch": {"depth": 3}}),
+    "short path, Adam": (Ordinary, {"optimizer": "Adam"}, {"sharding_types": ["row_wise"]}),
+    "sparse updates": (Ordinary, {}, {"embedding_update": "sparse"}),
+    "HashZch": (ManagedModel, {}, {}),
+    "MCH": (MchModel, {}, {}),
+    "MCH of sequences": (MchSequences, {}, {}),
+    "dynamic ids": (DynamicModel, {}, {"convert_embeddings": "all", "tables": TABLES}),
+}
+
+
+def train(kind: type, model_options: dict[str, Any], options: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the weights and losses after a fit that is saved, and continued from its checkpoint."""
+    rank, num_ranks = rank_and_num_ranks()
+    # To the Trainer each rank is a node with one device, which is the same for both.
+    os.environ |= {"LOCAL_RANK": "0", "NODE_RANK": str(rank), "LOCAL_WORLD_SIZE": "1"}
+    settings: dict[str, Any] = {"accelerator": ACCELERATOR, "devices": 1, "num_nodes": num_ranks}
+    strategy = {
+        "process_group_backend": "gloo",
+        "convert_embeddings": "all",
+        "checkpoint": {"distributed": True},
+        **options,
+    }
+    batches = loader(0, STEPS, rank, num_ranks, PARTS)
+    first = make_trainer(strategy, max_steps=STEPS // 2, **settings)
+    first.fit(seeded(kind, **model_options), batches)
+    path = folder / f"{num_ranks}.ckpt"
+    first.save_checkpoint(path)
+    model = seeded(kind, **model_options)
+    make_trainer(strategy, max_steps=STEPS, **settings).fit(model, batches, ckpt_path=path)
+    weights = {name: value.cpu() for name, value in whole_state(model).items() if value.is_floating_point()}
+    return {"weights": weights, "losses": model.losses}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    """Number of ranks -> what each case gave on each of them."""
+    calls = {name: (train, *case, tmp_path_factory.mktemp("saved")) for name, case in CASES.items()}
+    return {num: run_each_on_ranks(calls, num, timeout_seconds=240) for num in (1, 2)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_on_one_device_train_as_one_rank(results: Any, name: str) -> None:
+    (expected,) = (result[name] for result in results[1])
+    per_rank = [result[name] for result in results[2]]
+    means = torch.tensor([result["losses"] for result in per_rank]).mean(0)
+    torch.testing.assert_close(means, torch.tensor(expected["losses"]), atol=1e-5, rtol=1e-4)
+    weights = per_rank[0]["weights"]  # rank 0 has the whole state
+    assert weights.keys() == expected["weights"].keys()
+    for key, value in expected["weights"].items():
+        torch.testing.assert_close(weights[key], value, atol=1e-5, rtol=1e-4, msg=key)
