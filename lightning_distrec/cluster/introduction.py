@@ -4,30 +4,31 @@ Plain sockets, with a timeout for each wait: torch's TCPStore client waits witho
 store, another job's for example.
 """
 
+import asyncio
 import errno
 import hashlib
 import ipaddress
-import json
 import secrets
 import socket
-import socketserver
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
 from torch.distributed import Store
 
+from lightning_distrec.cluster.door import BACKLOG, MAX_LINE_BYTES, encode_fields, open_door, parse_fields
 from lightning_distrec.cluster.job_key import SET_IT, JobKey, find_key
 from lightning_distrec.errors import RendezvousError
 
 TRY_SECONDS = 2.0
-"""How long each side waits for the other."""
-STOP_SECONDS = 0.1
-MAX_LINE_BYTES = 4096
-BACKLOG = 1024
+"""How long a rank waits for an answer at one port."""
 LOOPBACK = "127.0.0.1"
 LATEST, HELLO = "latest", "hello"
+MAX_REFUSALS = 16
+"""Addresses of strangers that are logged."""
 ANSWER_PAUSES = 10
 """How often a rank looks for rank 0's answer before it looks for a later attempt."""
 
@@ -54,58 +55,52 @@ def listen_at(host: str, port: int, one_node: bool) -> socket.socket:
     return socket.create_server(("", port), family=family, dualstack_ipv6=dualstack, backlog=BACKLOG)
 
 
-class Introduction(socketserver.ThreadingTCPServer):
+class Introduction:
     """Answers to the other ranks, within its context. log: called once for each address that asks without the key."""
-
-    # server_close would wait for the threads of clients that are still connected.
-    daemon_threads = True
 
     def __init__(
         self, listener: socket.socket, identity: str, store_port: int, key: JobKey, log: Callable[[str], None]
     ) -> None:
-        self.identity, self.store_port, self.key = identity, store_port, key
+        self._listener, self._identity, self._store_port, self._key = listener, identity, store_port, key
         self._log, self._logged = log, set[str]()
-        # socketserver makes a socket in any case; the listener has been bound already.
-        super().__init__(("", 0), _Answer, bind_and_activate=False)
-        self.socket.close()
-        self.socket = listener
+        self._end = Future[None]()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
 
     def __enter__(self) -> "Introduction":
-        threading.Thread(target=self.serve_forever, args=(STOP_SECONDS,), daemon=True).start()
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.shutdown()
-        self.server_close()
+        self._end.set_result(None)
+        self._thread.join()
 
-    def refuse(self, address: str) -> None:
+    async def _serve(self) -> None:
+        with self._listener:
+            server = await open_door(self._listener, self._greet)
+            await asyncio.wrap_future(self._end)
+            server.close()
+
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        key, identity, nonce = self._key, self._identity, secrets.token_hex(16)
+        # The digest shows those of the job that this is it, and shows others nothing, not even its identity.
+        writer.write(encode_fields({"nonce": nonce, "job": _hash_identity(nonce, identity), "offer": key.offer}))
+        if not (line := await reader.readline()).strip():
+            return
+        fields, answer = parse_fields(line), {}
+        if key.is_signed(fields.get("proof"), "a rank", identity, nonce, fields.get("nonce")):
+            port = self._store_port
+            answer = {"port": port, "proof": key.sign("rank 0", identity, fields.get("nonce"), port)}
+        else:
+            # A dualstack socket shows IPv4 addresses in IPv6's form.
+            address, *_ = writer.get_extra_info("peername") or ("an unknown address",)
+            self._refuse(address.removeprefix("::ffff:"))
+        writer.write(encode_fields(answer))
+
+    def _refuse(self, address: str) -> None:
         """Log that somebody asked without the key."""
-        if address not in self._logged:
+        if address not in self._logged and len(self._logged) < MAX_REFUSALS:
             self._logged.add(address)
             self._log(f"refused a process at {address}, which asked for the ranks of this job without its key.")
-
-
-class _Answer(socketserver.StreamRequestHandler):
-    server: Introduction
-    timeout = TRY_SECONDS
-
-    def handle(self) -> None:
-        with suppress(OSError, ValueError):
-            key, identity, nonce = self.server.key, self.server.identity, secrets.token_hex(16)
-            # The digest shows those of the job that this is it, and shows others nothing, not even its identity.
-            self._send({"nonce": nonce, "job": _hash_identity(nonce, identity), "offer": key.offer})
-            if (answer := self.rfile.readline(MAX_LINE_BYTES)).strip():
-                answer_fields = parse_fields(answer)
-                if key.is_signed(answer_fields.get("proof"), "a rank", identity, nonce, answer_fields.get("nonce")):
-                    port = self.server.store_port
-                    self._send({"port": port, "proof": key.sign("rank 0", identity, answer_fields["nonce"], port)})
-                else:
-                    # A dualstack socket shows IPv4 addresses in IPv6's form.
-                    self.server.refuse(self.client_address[0].removeprefix("::ffff:"))
-                    self._send({})
-
-    def _send(self, fields: Mapping[str, Any]) -> None:
-        self.wfile.write(json.dumps(fields).encode() + b"\n")
 
 
 def find_introduction(host: str, port: int, identity: str, environ: Mapping[str, str]) -> int | None:
@@ -114,15 +109,15 @@ def find_introduction(host: str, port: int, identity: str, environ: Mapping[str,
     Raises RendezvousError: rank 0 of this job listens here, and has another key.
     """
     with suppress(OSError, ValueError), socket.create_connection((host, port), TRY_SECONDS) as connection:
-        lines = connection.makefile("rb")
-        first, nonce = parse_fields(lines.readline(MAX_LINE_BYTES)), secrets.token_hex(16)
+        deadline = time.monotonic() + TRY_SECONDS
+        first, nonce = _receive_fields(connection, deadline), secrets.token_hex(16)
         # Another job's port, or another program's: the next port may be ours.
         if first.get("job") != _hash_identity(str(first.get("nonce")), identity):
             return None
         key = find_key(str(first.get("offer")), environ)
-        proof = key.sign("a rank", identity, first["nonce"], nonce)
-        connection.sendall(json.dumps({"nonce": nonce, "proof": proof}).encode() + b"\n")
-        second = parse_fields(lines.readline(MAX_LINE_BYTES))
+        proof = key.sign("a rank", identity, first.get("nonce"), nonce)
+        connection.sendall(encode_fields({"nonce": nonce, "proof": proof}))
+        second = _receive_fields(connection, deadline)
         if not key.is_signed(second.get("proof"), "rank 0", identity, nonce, second.get("port")):
             raise RendezvousError(
                 f"rank 0 at {host} does not have the key that this rank has from {key.origin}. {SET_IT}."
@@ -136,10 +131,22 @@ def _hash_identity(nonce: str, identity: str) -> str:
     return hashlib.sha256(f"{nonce}\n{identity}".encode()).hexdigest()
 
 
-def parse_fields(line: bytes) -> dict[str, Any]:
-    """Return the fields of a line of JSON. Raises ValueError: it is none."""
-    fields = json.loads(line)
-    return fields if isinstance(fields, dict) else {}
+def _receive_fields(connection: socket.socket, deadline: float) -> dict[str, Any]:
+    """Return the fields of a line that whoever listens sends. Raises OSError or ValueError: there is none in time."""
+    line = b""
+    while not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
+        # For each part, since a timeout of the socket begins again with every byte.
+        connection.settimeout(max(deadline - time.monotonic(), 0.001))
+        if not (part := connection.recv(MAX_LINE_BYTES)):
+            break
+        line += part
+    return parse_fields(line)
+
+
+def read_text(store: Store, key: str) -> str:
+    """Return a text from the store, where anybody who reaches it may have written: one line, and not too long."""
+    text = store.get(key)[:MAX_LINE_BYTES].decode(errors="replace")
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def agree_on_attempt(identity: str, rank: int, store_of: Callable[[str], Store], pause: Callable[[], None]) -> str:
@@ -159,7 +166,7 @@ def agree_on_attempt(identity: str, rank: int, store_of: Callable[[str], Store],
     while True:
         while not store.check([LATEST]):
             pause()
-        attempt = store.get(LATEST).decode()
+        attempt = read_text(store, LATEST)
         # A fresh nonce for each process: an answer that an earlier process got is still in the store.
         attempt_store = store_of(attempt)
         attempt_store.set(f"{HELLO}/{rank}", nonce)
@@ -174,4 +181,4 @@ def answer(store: Store, ranks: Iterable[int]) -> None:
     """Show ranks that ask that rank 0 of this attempt lives. store: of the attempt's identity."""
     for rank in ranks:
         if store.check([f"{HELLO}/{rank}"]):
-            store.set(f"{HELLO}/{rank}/{store.get(f'{HELLO}/{rank}').decode()}", "")
+            store.set(f"{HELLO}/{rank}/{read_text(store, f'{HELLO}/{rank}')}", "")

@@ -4,8 +4,6 @@ It is never sent. A rank shows that it has the key by an HMAC of numbers that bo
 """
 
 import contextlib
-import hashlib
-import hmac
 import os
 import secrets
 import stat
@@ -14,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lightning_distrec.cluster import door
 from lightning_distrec.errors import RendezvousError
 
 KEY_VARIABLE = "LIGHTNING_DISTREC_KEY"
@@ -34,13 +33,12 @@ class JobKey:
     """Where this rank found it, for people."""
 
     def sign(self, *words: object) -> str:
-        """Return what only those who have the key can return for these words, of which none holds a line break."""
-        return hmac.new(self.secret, "\n".join(map(str, words)).encode(), hashlib.sha256).hexdigest()
+        """Return what only those who have the key can return for these words."""
+        return door.sign(self.secret, *words)
 
     def is_signed(self, signature: object, *words: object) -> bool:
         """Return whether `signature` is what `sign` returns for these words."""
-        # As bytes: for texts beyond ASCII, which a stranger may send, compare_digest raises TypeError.
-        return isinstance(signature, str) and hmac.compare_digest(signature.encode(), self.sign(*words).encode())
+        return door.is_signed(self.secret, signature, *words)
 
 
 def choose_key(environ: Mapping[str, str]) -> JobKey:
@@ -77,6 +75,9 @@ def _read_key_file() -> tuple[bytes, Path]:
         try:
             if not path.exists():
                 _make_key_file(path)
+            # Not of what a link leads to: somebody else's may lead to a file of this user's whose content is known.
+            if os.lstat(folder).st_uid != os.getuid():
+                raise PermissionError(f"{folder} is another user's")
             with path.open("rb") as file:
                 # Of the open file: the name may lead to another one by now.
                 status = os.fstat(file.fileno())

@@ -8,10 +8,11 @@ port, or an earlier attempt of this one, is skipped.
 import errno
 import json
 import os
+import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -19,6 +20,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from lightning_distrec.cluster.door import MAX_LINE_BYTES, parse_fields
 from lightning_distrec.cluster.introduction import (
     LOOPBACK,
     TRY_SECONDS,
@@ -27,7 +29,7 @@ from lightning_distrec.cluster.introduction import (
     answer,
     find_introduction,
     listen_at,
-    parse_fields,
+    read_text,
 )
 from lightning_distrec.cluster.job_key import SET_IT, JobKey, choose_key, find_key
 from lightning_distrec.errors import RendezvousError
@@ -56,8 +58,8 @@ class MeetingPoint:
     """Whether the launcher listens there already, as torchrun's agent does; otherwise rank 0 does."""
     one_node: bool = False
     """Whether all ranks are on one node: then rank 0 listens at `host` only, even where that is the loopback."""
-    launcher_pid: int | None = None
-    """The process that has started this one and is rank 0, if there is one: without it there is nobody to wait for."""
+    find_loss: Callable[[], str] = str
+    """Returns which process of this job has ended, as far as this one sees: then there is nobody to wait for."""
     hint: str = ""
     """Why there may be nobody else, and what to do: part of the report where nobody else has arrived."""
 
@@ -83,7 +85,7 @@ def meet(
     Raises RendezvousError: not all ranks arrived in time, their numbers differ, one lacks the job's key, or no port is
     free.
     """
-    meeting = _Meeting(point, rank, num_ranks, nodes, watch, _Waiting(timeout_seconds, log))
+    meeting = _Meeting(point, rank, num_ranks, nodes, watch, _Waiting(timeout_seconds, log, point.find_loss))
     try:
         return meeting.meet()
     except RuntimeError as error:  # what torch raises when the other side is gone
@@ -103,26 +105,33 @@ def name_in_store(point: MeetingPoint, rank: int) -> str:
         return ""
     store = PrefixStore(NAME, TCPStore(point.host, point.ports[0], is_master=False))
     # Where "" is expected, only an absent key is set: a restarted rank 0 gets the name that the first one drew.
-    return store.compare_set(NAME, "", f"torchrun-{secrets.token_hex(8)}").decode()
+    name = store.compare_set(NAME, "", f"torchrun-{secrets.token_hex(8)}").decode(errors="replace")
+    # It becomes a file's name, and whoever reaches torchrun's store may have written it.
+    if not re.fullmatch(r"torchrun-[0-9a-f]{16}", name):
+        raise RendezvousError(f"somebody else has written into torchrun's store at {point.host}. Start the job again.")
+    return name
 
 
 class _Waiting:
-    """Logs what a rank waits for now and then, and gives up at the timeout."""
+    """Logs what a rank waits for now and then, and gives up at the timeout, or where a process has ended."""
 
-    def __init__(self, timeout_seconds: float, log: Callable[[str], None]) -> None:
-        self._begin = time.monotonic()
+    def __init__(self, timeout_seconds: float, log: Callable[[str], None], find_loss: Callable[[], str]) -> None:
+        self._begin, self._find_loss = time.monotonic(), find_loss
         self.timeout = timedelta(seconds=timeout_seconds)
         self.log = log
         self._log_at = LOG_AFTER_SECONDS
 
     def pause(self, pending: str | Callable[[], str], logs: bool = True) -> None:
-        """Pause. pending: what the rank waits for. Raises RendezvousError: the timeout is over."""
+        """Pause. pending: what the rank waits for. Raises RendezvousError: it need not, or the timeout is over."""
+        if loss := self._find_loss():
+            self.log(loss)  # Lightning's launcher may kill this process soon
+            raise RendezvousError(loss)
         waited, limit = time.monotonic() - self._begin, self.timeout.total_seconds()
         is_over = waited > limit
         if is_over or (logs and waited > self._log_at):
             text = pending if isinstance(pending, str) else pending()
             if is_over:
-                raise RendezvousError(f"{text}: not within timeout_seconds={limit:g}.")
+                raise RendezvousError(f"{text}: not within {limit:g} s (start_seconds, or timeout_seconds).")
             self.log(f"{text}, after {waited:.0f} s of {limit:g}.")
             self._log_at = 2 * waited
         time.sleep(PAUSE_SECONDS)
@@ -194,9 +203,6 @@ class _Meeting:
                 if store_port is not None:
                     client = TCPStore(point.host, store_port, is_master=False, timeout=self.waiting.timeout)
                     return PrefixStore(point.identity, client)
-            # A process whose parent has ended is given to another parent.
-            if point.launcher_pid not in (None, os.getppid()):
-                raise RendezvousError("the process that started this rank (rank 0) is gone. Its own output says why.")
             self.waiting.pause(f"waiting for rank 0 at {point.host}, port {ports}{point.hint}")
 
     def _gather(self, store: Store, key: JobKey) -> None:
@@ -240,7 +246,7 @@ class _Meeting:
 
     def _check_arrived(self, store: Store, rank: int, key: JobKey, nonce: str) -> str:
         """Return what a rank that has arrived has drawn. Raises RendezvousError: it is not of this job."""
-        fields = _parse_stored(store.get(f"{ARRIVED}/{rank}"))
+        fields = _read_fields(store, f"{ARRIVED}/{rank}")
         number, drawn = fields.get("num_ranks"), fields.get("nonce")
         # The signature before the number: without one, a stranger may have written it.
         if not key.is_signed(fields.get("proof"), "arrived", self.point.identity, nonce, rank, number, drawn):
@@ -258,8 +264,8 @@ class _Meeting:
         rank, identity = self.rank, self.point.identity
         while not store.check([CHALLENGE]):
             self.waiting.pause(f"waiting for rank 0 in the store at {self.point.host}")
-        challenge, rank_nonce = _parse_stored(store.get(CHALLENGE)), secrets.token_hex(16)
-        nonce = str(challenge.get("nonce"))
+        challenge, rank_nonce = _read_fields(store, CHALLENGE), secrets.token_hex(16)
+        nonce, port = str(challenge.get("nonce")), challenge.get("watch")
         try:
             key = find_key(str(challenge.get("offer")), os.environ)
         except RendezvousError:
@@ -268,17 +274,17 @@ class _Meeting:
         proof = key.sign("arrived", identity, nonce, rank, self.num_ranks, rank_nonce)
         store.set(f"{ARRIVED}/{rank}", json.dumps({"num_ranks": self.num_ranks, "nonce": rank_nonce, "proof": proof}))
         # Before the wait, so that a rank that dies in it is noticed.
-        self.watch(int(challenge.get("watch", 0)), key.sign("watch", identity, nonce))
+        self.watch(port if isinstance(port, int) and 0 <= port < 1 << 16 else 0, key.sign("watch", identity, nonce))
 
         def describe_missing() -> str:
-            return store.get(MISSING).decode() if store.check([MISSING]) else "waiting for the other ranks"
+            return read_text(store, MISSING) if store.check([MISSING]) else "waiting for the other ranks"
 
         while not store.check([COMPLETE]):
             if store.check([FAILED]):
-                raise RendezvousError(store.get(FAILED).decode())
+                raise RendezvousError(read_text(store, FAILED))
             self.waiting.pause(describe_missing, logs=False)  # rank 0 logs it for all
         # Only now: rank 0 has signed what this rank drew, so that it is no other process that answered for it.
-        proof = store.get(f"{COMPLETE}/{rank}/proof").decode()
+        proof = read_text(store, f"{COMPLETE}/{rank}/proof")
         if not key.is_signed(proof, "complete", identity, nonce, rank, rank_nonce):
             raise RendezvousError(
                 f"whoever answers for rank 0 does not have the key of this job ({key.origin}). {SET_IT}."
@@ -305,8 +311,8 @@ def _is_reachable(host: str, port: int) -> bool:
     return False
 
 
-def _parse_stored(text: bytes) -> Mapping[str, Any]:
+def _read_fields(store: Store, key: str) -> dict[str, Any]:
     """Return what a rank has written into the store; nothing, where it is not of ours."""
     with suppress(ValueError):
-        return parse_fields(text)
+        return parse_fields(store.get(key)[:MAX_LINE_BYTES])
     return {}

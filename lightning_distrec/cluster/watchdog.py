@@ -4,25 +4,29 @@ import contextlib
 import json
 import os
 import re
+import select
 import socket
 import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 
 from torch.distributed import DistError
 
-from lightning_distrec.cluster.watchdog_monitor import COMMAND, Settings
+from lightning_distrec.cluster.door import encode_fields
+from lightning_distrec.cluster.watchdog_monitor import COMMAND, Settings, is_stopped
 from lightning_distrec.errors import RankError
 
 ANSWER_SECONDS = 3.0
 """How long a rank waits for the reason of a failed collective; after that, it gets all ranks' locations."""
 MAX_STARTS = 6
 """A process that was killed is started again, up to this number in all."""
+CHECKS = 4
+"""How often the process is looked at within `silence_seconds`; it is stopped if it is so twice, and then replaced."""
 NETWORK_ERROR = re.compile(
     "gloo|nccl|closed by peer|pair closure|connection reset|connection refused|broken pipe|timed out|failed to recv"
 )
@@ -58,13 +62,15 @@ class Watchdog:
 
     def _start_process(self) -> "subprocess.Popen[bytes]":
         monitor = subprocess.Popen(
-            [*COMMAND, json.dumps(asdict(self._settings))],
+            COMMAND,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
             # The listener has the same number in the child, which the settings name; others are closed there.
             pass_fds=() if self._listener is None else (self._listener.fileno(),),
         )
+        with contextlib.suppress(OSError):  # it has been killed already
+            monitor.stdin.write(encode_fields(asdict(self._settings)) + encode_fields(self._state))  # type: ignore[union-attr]
         # A monitor that is stopped must not stop its rank at a full pipe; the next line has the whole state.
         os.set_blocking(monitor.stdin.fileno(), False)  # type: ignore[union-attr]
         return monitor
@@ -106,16 +112,22 @@ class Watchdog:
         """
         with self._sending, contextlib.suppress(OSError, ValueError):  # a rank must not fail because its watchdog does
             self._state |= changes
-            self._process.stdin.write(json.dumps(self._state).encode() + b"\n")  # type: ignore[union-attr]
+            self._process.stdin.write(encode_fields(self._state))  # type: ignore[union-attr]
+
+    def end_stopped(self) -> bool:
+        """End the process where it is stopped, which it would be for ever, and return whether it was."""
+        if was_stopped := is_stopped(self._process.pid):
+            self._process.kill()
+        return was_stopped
 
     def _receive(self) -> None:
-        """Answer each message with the rank's location, and start another process where one was killed.
+        """Answer each message with the rank's location, and start another process where one was killed or stopped.
 
         The others would take this rank for silent, and end the job. Rank 0's new process listens at the socket of the
         old one, where the others connect again.
         """
         for _ in range(MAX_STARTS):
-            for line in self._process.stdout:  # type: ignore[union-attr]
+            for line in self._lines():
                 with contextlib.suppress(ValueError):  # a line that did not fit into the pipe
                     self._answer = json.loads(line)
                     if self._answer["verdict"]:
@@ -126,9 +138,27 @@ class Watchdog:
             # It ended as requested, or along with the interpreter: neither is a reason for another one.
             if self._state.get("is_closed") or sys.is_finalizing():
                 return
-            end = f"The process that watches over this rank ended with status {status}"
-            print(f"[rank: {self._settings.rank}] {end}. Another one is started.", flush=True)
+            self._print(f"The process that watches over this rank ended with status {status}. Another one is started.")
             self._process = self._start_process()
+
+    def _lines(self) -> Iterator[bytes]:
+        """Yield what the process sends, until it ends. One that is stopped is ended."""
+        poll, was_stopped = select.poll(), False
+        poll.register(self._process.stdout, select.POLLIN)  # type: ignore[arg-type]
+        while True:
+            if poll.poll(1000 * self._settings.silence_seconds / CHECKS):
+                if not (line := self._process.stdout.readline()):  # type: ignore[union-attr]
+                    return
+                yield line
+            # Twice, since both may have been stopped, and the rank may be the first to go on.
+            elif was_stopped and self.end_stopped():
+                self._print("The process that watches over this rank is stopped (by SIGSTOP?), and is ended.")
+                return
+            else:
+                was_stopped = is_stopped(self._process.pid)
+
+    def _print(self, message: str) -> None:
+        print(f"[rank: {self._settings.rank}] {message}", flush=True)
 
     def _find_location(self) -> str:
         # After a failure the main thread is in handlers of the exception, far from the line that failed.

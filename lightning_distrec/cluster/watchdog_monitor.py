@@ -1,11 +1,13 @@
 """The program that watches over one rank: it sees it die or stop, and learns of the others from rank 0's process.
 
 It is a process and not a thread, which would stop with its rank, and wait for the interpreter in a long call into C. It
-uses the standard library only, since it starts without site-packages.
+uses the standard library only, since it starts without site-packages. Its first line of input has the settings: a
+command line, with the token in it, could be read by every user of the machine.
 
 Each sends to rank 0's process what it knows of its rank, whenever that changes and at every tick; that one, the hub,
 answers with its verdict: which rank the others wait for without end, and why. Both are lines of JSON, and are sent in
-full each time, so that a lost connection is simply opened again. A rank that still waits for a dead one after
+full each time, so that a lost connection is simply opened again; both sides prove first that they have the token, and
+who is which rank. A rank that still waits for a dead one after
 GRACE_SECONDS is killed, since nothing else ends a call that waits for the network; a rank that got an exception ends by
 itself before that. It may hang on its way out, since freeing a GPU's memory and leaving a process group wait for
 collectives of ranks that are gone: a rank that is still leaving `silence_seconds` later is killed too.
@@ -15,13 +17,24 @@ import asyncio
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+
+from lightning_distrec.cluster.door import (
+    GREETING_SECONDS,
+    encode_fields,
+    is_signed,
+    open_door,
+    parse_fields,
+    read_fields,
+    sign,
+)
 
 TICK_SECONDS = 0.5
 """How often each process sends its rank's state, and the hub its verdict."""
@@ -32,12 +45,13 @@ LINGER_SECONDS = 10.0
 # asyncio's default of 64 KiB might not hold the locations of all ranks of a large job.
 MAX_LINE_BYTES = 1 << 20
 COMMAND = [
-    # Without lightning_distrec, the user's paths and site-packages (-I, -S), so that it starts fast.
+    # Without the user's paths and site-packages (-I, -S), and without what lightning_distrec imports, to start fast.
     *(sys.executable, "-I", "-S", "-c"),
-    "import sys; sys.path.append(sys.argv[1]); from watchdog_monitor import main; main(sys.argv[2])",
-    str(Path(__file__).resolve().parent),
+    "import sys, types; package = sys.modules['lightning_distrec'] = types.ModuleType('lightning_distrec'); "
+    "package.__path__ = sys.argv[1:]; from lightning_distrec.cluster.watchdog_monitor import main; main()",
+    str(Path(__file__).resolve().parents[1]),
 ]
-"""Followed by the settings as JSON."""
+"""Its input begins with the settings as a line of JSON."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +68,7 @@ class Settings:
     listener: int | None
     """File descriptor at which the hub listens; None for the other ranks' processes."""
     token: str
+    """Known to the ranks of this job only."""
     silence_seconds: float
     """A rank that is stopped or silent for this time is taken for lost."""
 
@@ -119,7 +134,15 @@ class HubMessage:
 
 def encode_line(message: RankState | HubMessage) -> bytes:
     """Return a message as it is sent."""
-    return json.dumps(asdict(message)).encode() + b"\n"
+    return encode_fields(asdict(message))
+
+
+def parse_state(line: bytes) -> RankState:
+    """Return what a process sends of its rank. Raises ValueError: it is something else."""
+    values = parse_fields(line)
+    if {name: type(value) for name, value in values.items()} != {item.name: item.type for item in fields(RankState)}:
+        raise ValueError("not the state of a rank")
+    return RankState(**values)
 
 
 class Hub:
@@ -137,23 +160,33 @@ class Hub:
         """Whether a rank is running or leaving, and may wait for another."""
         return any(state.is_running or state.lingers for state in self._states.values())
 
-    async def receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Receive what a rank's process sends, as long as it is connected."""
-        rank = -1
-        with contextlib.suppress(OSError, ValueError, TypeError, asyncio.CancelledError):
-            # The token is a signature by the job's key: a stranger can neither report states nor read locations.
-            if (await reader.readline()).decode().strip() == self._settings.token:
-                async for line in reader:
-                    state = RankState(**json.loads(line))
-                    rank = state.rank
-                    earlier, self._states[rank] = self._states.get(rank), state
-                    self._writers[rank], self._ticks_silent[rank] = writer, 0
-                    if state != earlier:
-                        self._send()
-        # A process that was started again may have connected before its old connection is seen to end.
-        if self._writers.get(rank) is writer:
-            del self._writers[rank]
-        writer.close()
+    async def greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int | None:
+        """Return the rank whose process has connected; None if it does not prove that it is that."""
+        token, nonce = self._settings.token.encode(), secrets.token_hex(16)
+        writer.write(encode_fields({"nonce": nonce}))
+        answer = await read_fields(reader)
+        rank = answer.get("rank")
+        if not is_signed(token, answer.get("proof"), "rank", rank, nonce, answer.get("nonce")):
+            return None
+        writer.write(encode_fields({"proof": sign(token, "hub", answer.get("nonce"))}))
+        return int(str(rank))
+
+    async def receive(self, rank: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Receive what a rank's process sends, as long as it is connected. A rank is believed of itself alone."""
+        self._writers[rank] = writer
+        try:
+            async for line in reader:
+                state = parse_state(line)
+                if state.rank != rank:
+                    return
+                earlier, self._states[rank] = self._states.get(rank), state
+                self._ticks_silent[rank] = 0
+                if state != earlier:
+                    self._send()
+        finally:
+            # A process that was started again may have connected before its old connection is seen to end.
+            if self._writers.get(rank) is writer:
+                del self._writers[rank]
 
     def tick(self) -> None:
         """Count the silence of all, and send them the verdict."""
@@ -196,10 +229,15 @@ class Hub:
                 yield f"{name} has been stopped for {limit:g} s (by SIGSTOP, or a scheduler)"
             elif self._ticks_silent[state.rank] * TICK_SECONDS > settings.silence_seconds:
                 yield settings.describe_silence(state.rank)
-        for state in states:
-            held_up = [other for other in waiting if other.is_running or state.is_gone]
-            if state.failure and any(other.started == state.failed for other in held_up):
-                yield f"{settings.name_ranks(state.rank)} failed: {state.failure}"
+        missed = [
+            state
+            for state in states
+            if any(other.started == state.failed and (other.is_running or state.is_gone) for other in waiting)
+        ]
+        yield from (f"{settings.name_ranks(state.rank)} failed: {state.failure}" for state in missed if state.failure)
+        for state in missed:
+            if state.is_gone:
+                yield f"{settings.name_ranks(state.rank)} has ended after a failed collective: its own output says more"
 
     def _list_locations(self) -> str:
         """Return where the ranks are, grouped by location."""
@@ -216,10 +254,13 @@ class Hub:
 
 
 class Monitor:
-    """Watches over one rank, whose stdin and stdout lead here: it sends its state, and receives what the hub sends."""
+    """Watches over one rank, whose stdin and stdout lead here: it sends its state, and receives what the hub sends.
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    from_rank: the input after the settings.
+    """
+
+    def __init__(self, settings: Settings, from_rank: asyncio.StreamReader) -> None:
+        self._settings, self._from_rank = settings, from_rank
         self._hub = Hub(settings)
         self._state = RankState(settings.rank)
         self._from_hub = HubMessage()
@@ -229,8 +270,7 @@ class Monitor:
     async def run(self) -> None:
         """Watch until the rank ends."""
         if (descriptor := self._settings.listener) is not None:
-            listener = socket.socket(fileno=descriptor)
-            await asyncio.start_server(self._hub.receive, sock=listener, limit=MAX_LINE_BYTES)
+            await open_door(socket.socket(fileno=descriptor), self._hub.greet, self._hub.receive)
         # asyncio holds tasks weakly.
         tasks = [asyncio.create_task(task) for task in (self._receive_from_rank(), self._receive_from_hub())]
         while not (self._state.is_gone or self._state.is_closed):
@@ -253,7 +293,7 @@ class Monitor:
         if os.getppid() != self._settings.pid:
             self._change(is_gone=True)
         # A debugger or a scheduler may stop a rank for a moment, which is no failure.
-        self._change(is_stopped=self._has_lasted("stopped", _is_stopped(self._settings.pid), limit))
+        self._change(is_stopped=self._has_lasted("stopped", is_stopped(self._settings.pid), limit))
         self._send()
         self._hub.tick()
         # A hub that was never connected cannot be missed; the rendezvous has its own timeout.
@@ -286,23 +326,30 @@ class Monitor:
     async def _receive_from_hub(self) -> None:
         """Keep a connection to the hub, and receive its messages."""
         while True:
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError, asyncio.TimeoutError):
                 address = self._settings.host, self._settings.port
-                reader, self._writer = await asyncio.open_connection(*address, limit=MAX_LINE_BYTES)
-                self._writer.write(f"{self._settings.token}\n".encode())
-                # Another connection may mean another hub, which knows nothing of this rank.
-                self._send()
-                async for line in reader:
-                    self._from_hub = HubMessage(**json.loads(line))
-                    self._ticks["silent"] = 0
+                reader, writer = await asyncio.open_connection(*address, limit=MAX_LINE_BYTES)
+                with contextlib.closing(writer):
+                    await asyncio.wait_for(self._greet(reader, writer), GREETING_SECONDS)
+                    self._writer = writer
+                    # Another connection may mean another hub, which knows nothing of this rank.
+                    self._send()
+                    async for line in reader:
+                        self._from_hub = HubMessage(**parse_fields(line))
+                        self._ticks["silent"] = 0
             await asyncio.sleep(TICK_SECONDS)
+
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Prove to the hub that this is the rank's process. Raises ValueError: it is no hub of this job."""
+        token, rank, nonce = self._settings.token.encode(), self._settings.rank, secrets.token_hex(16)
+        proof = sign(token, "rank", rank, (await read_fields(reader)).get("nonce"), nonce)
+        writer.write(encode_fields({"rank": rank, "nonce": nonce, "proof": proof}))
+        if not is_signed(token, (await read_fields(reader)).get("proof"), "hub", nonce):
+            raise ValueError("no hub of this job")
 
     async def _receive_from_rank(self) -> None:
         """Receive the rank's state, as far as the rank knows it, until the rank ends."""
-        reader = asyncio.StreamReader()
-        protocol = asyncio.StreamReaderProtocol(reader)
-        await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
-        async for line in reader:
+        async for line in self._from_rank:
             with contextlib.suppress(ValueError):  # a line that did not fit into the pipe; the next one has all
                 self._change(**json.loads(line))
 
@@ -316,16 +363,25 @@ class Monitor:
             self._send()
 
 
-def _is_stopped(pid: int) -> bool:
+def is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped."""
     with contextlib.suppress(OSError, IndexError):
         # The program's name, in brackets, may hold blanks and brackets. A small t is a rank that a debugger traces.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     return False
 
 
-def main(settings: str) -> None:
-    """Watch over a rank. settings: as JSON."""
+async def _watch() -> None:
+    from_rank = asyncio.StreamReader(limit=MAX_LINE_BYTES)
+    protocol = asyncio.StreamReaderProtocol(from_rank)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
+    if line := await from_rank.readline():  # otherwise the rank has ended at once
+        await Monitor(Settings(**json.loads(line)), from_rank).run()
+
+
+def main() -> None:
+    """Watch over the rank that has started this process."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
         signal.signal(ignored, signal.SIG_IGN)  # they are meant for the rank, with which this process ends
     os.set_blocking(1, False)  # a rank that does not read must never stop the ticks
-    asyncio.run(Monitor(Settings(**json.loads(settings))).run())
+    asyncio.run(_watch())

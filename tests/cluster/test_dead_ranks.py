@@ -86,13 +86,15 @@ def test_a_rank_that_was_killed_while_ranks_meet_is_named_within_seconds(tmp_pat
     assert GONE in output[2]
 
 
-def test_watchdog_processes_that_are_killed_are_started_again(tmp_path: Path) -> None:
+def test_watchdog_processes_that_are_killed_or_stopped_are_started_again(tmp_path: Path) -> None:
     options = {"watchdog_seconds": 3}
     losses = run_on_ranks(_run, NUM_RANKS, "unwatch in a step", str(tmp_path), options)
     assert losses == run_on_ranks(_run, NUM_RANKS, "nothing", str(tmp_path / "other"), {"watchdog_seconds": 0})
     for rank in range(NUM_RANKS):
         output = (tmp_path / f"{rank}.out").read_text()
         assert f"[rank: {rank}] The process that watches over this rank ended with status -9. Another one is" in output
+        assert ("over this rank is stopped (by SIGSTOP?), and is ended." in output) == (rank == 0)
+    assert not processes_with("watchdog_monitor", str(tmp_path))
 
 
 @pytest.mark.parametrize("place", slow_except(["in a step"], ["in a step", "in a checkpoint"]))

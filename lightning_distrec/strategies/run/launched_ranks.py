@@ -2,10 +2,11 @@
 
 import os
 import secrets
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeGuard
@@ -197,11 +198,23 @@ def _prepare_and_launch(
             raise
 
 
-def connect_ranks(strategy: Any, backend: str, timeout: timedelta, watchdog_seconds: float, sets_threads: bool) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Waits:
+    """How long ranks wait for each other."""
+
+    timeout: timedelta
+    """In an exchange."""
+    start_seconds: float
+    """At the start, until all have arrived."""
+    watchdog_seconds: float
+    """For one that is silent."""
+
+
+def connect_ranks(strategy: Any, backend: str, waits: Waits, sets_threads: bool) -> None:
     """Collective. Meet the other ranks, make the default process group and start the watchdog, unless that is done.
 
     sets_threads: whether torch's number of threads follows the CPUs that the launcher gives each rank.
-    Raises RendezvousError: not all ranks arrive within the timeout. ConfigError: there is a group of other ranks.
+    Raises RendezvousError: not all ranks arrive in time. ConfigError: there is a group of other ranks.
     """
     rank, num_ranks, num_nodes = strategy.global_rank, strategy.world_size, strategy.num_nodes
     if dist.is_initialized():
@@ -211,20 +224,23 @@ def connect_ranks(strategy: Any, backend: str, timeout: timedelta, watchdog_seco
                 "earlier Trainer. Use one number of ranks in a program; in a notebook, restart the kernel."
             )
         return
+    timeout, start_seconds = waits.timeout, min(waits.start_seconds, waits.timeout.total_seconds())
     environment, launched, device = strategy.cluster_environment, strategy.launched, strategy.root_device
     nodes = launched.nodes if launched else ()
     os.environ["MASTER_ADDR"] = environment.main_address
     os.environ["MASTER_PORT"] = str(environment.main_port)
-    point = replace(_meeting_point(environment, rank), one_node=num_nodes == 1)
+    find_loss = partial(_find_loss, strategy)
+    point = replace(_meeting_point(environment), one_node=num_nodes == 1, find_loss=find_loss)
 
     def log_on_rank(message: str) -> None:
         print(rank_prefixed_message(message, rank), flush=True)
 
     def watch(port: int, token: str) -> int:
-        return PROCESS.start_watchdog(rank, point, list(nodes), port, token, watchdog_seconds)
+        return PROCESS.start_watchdog(rank, point, list(nodes), port, token, waits.watchdog_seconds)
 
     watches = {"watch": watch} if num_ranks > 1 else {}
-    store = meet(point, rank, num_ranks, timeout.total_seconds(), log_on_rank, nodes, **watches)
+    store = meet(point, rank, num_ranks, start_seconds, log_on_rank, nodes, **watches)
+    store.set_timeout(timeout)
     # Before the process group is made: gloo and NCCL read their interface from the environment when they connect.
     if num_nodes > 1:
         os.environ |= choose_interface(store, rank, num_ranks, point.host, backend, os.environ)
@@ -251,13 +267,12 @@ def connect_ranks(strategy: Any, backend: str, timeout: timedelta, watchdog_seco
     )
 
 
-def _meeting_point(environment: ClusterEnvironment, rank: int) -> MeetingPoint:
+def _meeting_point(environment: ClusterEnvironment) -> MeetingPoint:
     if isinstance(environment, LaunchedRanks):
         return environment.launched.point
     is_lightning = isinstance(environment, LightningEnvironment)
-    launcher = os.environ.get(LAUNCHER_PID)
     local_rank, hint = os.environ.get("LOCAL_RANK"), ""
-    if is_lightning and local_rank is not None and launcher is None:
+    if is_lightning and local_rank is not None and LAUNCHER_PID not in os.environ:
         hint = (
             f" (the environment has LOCAL_RANK={local_rank}, so that Lightning starts no ranks; where no launcher has "
             "set it, unset it)"
@@ -266,6 +281,19 @@ def _meeting_point(environment: ClusterEnvironment, rank: int) -> MeetingPoint:
         environment.main_address,
         (environment.main_port,),
         type(environment).__name__,
-        launcher_pid=int(launcher) if launcher and rank and is_lightning else None,
         hint=hint,
     )
+
+
+def _find_loss(strategy: Any) -> str:
+    """Return which rank that this process has started, or that has started it, has ended; "" if it sees none."""
+    is_started = isinstance(strategy.cluster_environment, LightningEnvironment) and strategy.global_rank
+    # A process whose parent has ended is given to another parent.
+    if is_started and os.environ.get(LAUNCHER_PID) not in (None, str(os.getppid())):
+        return "the process that started this rank (rank 0) is gone. Its own output says why."
+    for number, process in enumerate(getattr(strategy.launcher, "procs", ()), start=1):
+        if isinstance(process, subprocess.Popen) and process.poll() is not None:
+            rank = strategy.global_rank + number
+            end = f"rank {rank} has ended with status {process.returncode} before all ranks had arrived"
+            return f"{end}. Its own output says why."
+    return ""

@@ -117,6 +117,8 @@ class ProcessRuns:
         """Destroy the process group, once all ranks are here or some seconds have passed."""
         # sys.last_value: set by the interpreter when an exception reached the top of the script.
         has_failed = self.has_failed or hasattr(sys, "last_value")
+        if self.watchdog is not None:
+            self.watchdog.end_stopped()
         with self.leaving(has_failed):
             if has_failed and dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend():
                 # First: freeing a GPU's memory waits for kernels, which wait for ranks that are gone. Not run on a GPU.

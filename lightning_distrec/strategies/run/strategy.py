@@ -36,6 +36,7 @@ from lightning_distrec.strategies.checkpoints.job_fit import FIT_NUMBERS, JobFit
 from lightning_distrec.strategies.checkpoints.resuming import Resuming
 from lightning_distrec.strategies.run.checkpoint_hooks import CheckpointHooks, full_value
 from lightning_distrec.strategies.run.launched_ranks import (
+    Waits,
     connect_ranks,
     fork_launcher,
     forks_ranks,
@@ -64,6 +65,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         float32_matmul_precision: "high" computes float32 products of dense layers in TF32, "medium" in bfloat16, where
             the device can; "highest" in float32. None: leave torch's setting as it is.
         timeout_seconds: how long a rank waits in any collective. None: PROCESS_GROUP_TIMEOUT_SECONDS, or else 1800.
+        start_seconds: how long ranks wait for each other at the start; at most timeout_seconds.
         watchdog_seconds: seconds of silence after which all ranks abort and name the missing one; 0 disables.
     """
 
@@ -83,11 +85,14 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         process_group_backend: str | None = None,
         float32_matmul_precision: MatmulPrecision | None = None,
         timeout_seconds: float | None = None,
+        start_seconds: float = 300.0,
         watchdog_seconds: float = 30.0,
     ) -> None:
         check_choice("uneven_inputs", uneven_inputs, get_args(UnevenInputs))
         if watchdog_seconds < 0:
             raise ConfigError(f"watchdog_seconds={watchdog_seconds}: must be at least 0, which disables the watchdog.")
+        if not start_seconds > 0:
+            raise ConfigError(f"start_seconds={start_seconds}: must be a number of seconds above 0.")
         if float32_matmul_precision is not None:
             check_choice("float32_matmul_precision", float32_matmul_precision, get_args(MatmulPrecision))
             torch.set_float32_matmul_precision(float32_matmul_precision)
@@ -95,7 +100,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         self._checkpoint_options = as_options("checkpoint", CheckpointOptions, checkpoint)
         self._stop_options = as_options("stopping", StopOptions, stopping)
         self._wait = parse_timeout(timeout_seconds, os.environ)
-        self._watchdog_seconds = watchdog_seconds
+        self._waits = Waits(timeout=self._wait, start_seconds=start_seconds, watchdog_seconds=watchdog_seconds)
         self._sets_threads = False
         super().__init__(process_group_backend=process_group_backend, timeout=self._wait)
         PROCESS.leave_at_exit(self.release)
@@ -190,7 +195,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         self.set_world_ranks()
         self._process_group_backend = backend = self._get_process_group_backend()
         self.num_local_ranks = publish_ranks(self.cluster_environment, self.num_processes)
-        connect_ranks(self, backend, self._wait, self._watchdog_seconds, self._sets_threads)
+        connect_ranks(self, backend, self._waits, self._sets_threads)
 
     # -- a run: subclasses begin it in `setup`
 

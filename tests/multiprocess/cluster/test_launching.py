@@ -1,14 +1,18 @@
 """A whole script, started as a user would: the same numbers with only `strategy=` changed, and a clean end."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.environments import environment
+from tests.support.launches import start
 from tests.support.limits import LIMIT_SECONDS
+from tests.support.ports import free_port
 
 SCRIPT = "tests.support.dlrm_script"
 
@@ -66,4 +70,34 @@ def test_a_local_rank_that_is_there_by_chance_is_named() -> None:
     done = _run(SCRIPT, "--strategy", "torchrec_sharded", "--devices", "2", **leaked)
     assert done.returncode == 1
     assert "1 of 2 ranks arrived at 127.0.0.1; waiting for rank 1 (the environment has LOCAL_RANK=0" in done.stderr
-    assert "unset LOCAL_RANK): not within timeout_seconds=3." in done.stderr
+    assert "unset LOCAL_RANK): not within 3 s" in done.stderr
+
+
+def test_a_rank_that_ends_before_the_ranks_meet_is_named_within_seconds(tmp_path: Path) -> None:
+    """Also with status 0, which launchers take for success; one that nobody sees, by the limit of the start."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\n"
+        "if os.environ.get('LOCAL_RANK') == '1':\n"
+        "    sys.exit()\n"
+        "import lightning.pytorch as pl\n"
+        "from lightning.pytorch.demos.boring_classes import BoringModel\n"
+        "from lightning_distrec import TunedDDPStrategy\n"
+        "strategy = TunedDDPStrategy(start_seconds=float(os.environ['START_SECONDS']))\n"
+        "pl.Trainer(accelerator='cpu', devices=2, strategy=strategy, logger=False).fit(BoringModel())\n"
+    )
+    command, folder = [sys.executable, str(script)], {"PYTHONPATH": os.getcwd(), "MASTER_PORT": str(free_port())}
+    seen = start(*command, START_SECONDS="1000", **folder)
+    by_hand = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    unseen = start(*command, START_SECONDS="3", **folder | by_hand | {"MASTER_PORT": str(free_port())})
+    for process, expected in (
+        (seen, "RendezvousError: rank 1 has ended with status 0 before all ranks had arrived. Its own output says why"),
+        (unseen, "waiting for rank 1 (the environment has LOCAL_RANK=0, so that Lightning starts no ranks; where no "),
+    ):
+        try:
+            _, errors = process.communicate(timeout=LIMIT_SECONDS)
+        finally:
+            process.kill()
+        assert process.returncode == 1
+        assert expected in errors, errors[-3000:]
+    assert "not within 3 s (start_seconds, or timeout_seconds)" in errors

@@ -20,6 +20,7 @@ from tests.support.trainers import DEFAULTS
 FAULTY, MICROBATCH = 1, 2
 GONE = f"rank {FAULTY} has died: its process is gone"
 STOPPED = f"rank {FAULTY} has been stopped for 3 s"
+PARTED = f"rank {FAULTY}: train batch 3, exchanges "
 FAILED = f"rank {FAULTY} failed: ValueError: a fault of this rank alone"
 
 
@@ -56,6 +57,8 @@ class Faulty(nn.Module):
 
     def fail(self) -> None:
         """Fail."""
+        if self.kind == "sleep":
+            time.sleep(3600)
         if self.kind == "raise":
             raise ValueError("a fault of this rank alone")
         signals = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}
@@ -71,7 +74,7 @@ def _fit(kind: str, place: str, options: dict[str, Any]) -> tuple[int, str]:
         original = model.blocks[first].forward
         faulty = Faulty(nn.Identity(), kind, place)
         model.blocks[first].forward = lambda *args, **kwargs: faulty(original(*args, **kwargs))  # type: ignore[method-assign]
-    strategy = PipelineParallelStrategy(watchdog_seconds=3, timeout_seconds=30, **options)
+    strategy = PipelineParallelStrategy(watchdog_seconds=3, **{"timeout_seconds": 30} | options)
     trainer = pl.Trainer(strategy=strategy, devices=num_ranks, **DEFAULTS | {"limit_val_batches": 0})
     try:
         trainer.fit(model)
@@ -88,6 +91,7 @@ CASES = [
     (4, "kill", "forward", {"schedule": "1f1b"}),
     (4, "kill", "backward", {}),
     (4, "raise", "forward", {}),
+    (2, "sleep", "forward", {"timeout_seconds": 8}),
 ]
 
 
@@ -103,8 +107,10 @@ def test_the_others_end_and_name_a_rank_that_fails_in_a_schedule(
     assert set(words) == set(range(num_ranks))
     if kind == "raise":
         assert words[FAULTY].rstrip().endswith("ValueError: a fault of this rank alone")
+    if kind == "sleep":
+        assert "Terminating this rank: rank 0 has ended after a failed collective" in words[FAULTY]
     for rank in set(words) - {FAULTY}:
-        assert {"kill": GONE, "stop": STOPPED, "raise": FAILED}[kind] in words[rank], words[rank]
+        assert {"kill": GONE, "stop": STOPPED, "raise": FAILED, "sleep": PARTED}[kind] in words[rank], words[rank]
 
 
 @pytest.mark.parametrize("num_ranks", slow_except([2], [2, 4]))

@@ -3,47 +3,61 @@
 import asyncio
 import contextlib
 import json
+import socket
 import sys
 import traceback
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 from torch.distributed import DistNetworkError
 
+from lightning_distrec.cluster.door import encode_fields, open_door, read_fields, sign
 from lightning_distrec.cluster.watchdog import find_location, is_network_failure
-from lightning_distrec.cluster.watchdog_monitor import TICK_SECONDS, Hub, HubMessage, RankState, Settings
+from lightning_distrec.cluster.watchdog_monitor import TICK_SECONDS, Hub, HubMessage, RankState, Settings, encode_line
 from lightning_distrec.errors import RankError
 
 SETTINGS = Settings(0, 1, ["a", "a", "b"], "127.0.0.1", 0, None, "a secret", 3.0)
 RUNS = [RankState(rank, started=1, location="x.py:1", progress="batch 1") for rank in range(3)]
 
 
-async def _receive(states: list[RankState], num_ticks: int, token: str) -> HubMessage:
-    hub = Hub(SETTINGS)
-    server = await asyncio.start_server(hub.receive, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    connections = [await asyncio.open_connection("127.0.0.1", port) for _ in states]
+async def _connect(port: int, rank: int, token: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    proof = sign(token.encode(), "rank", rank, (await read_fields(reader))["nonce"], "drawn")
+    writer.write(encode_fields({"rank": rank, "nonce": "drawn", "proof": proof}))
+    # The hub proves that it has the token, too; to a stranger it says nothing.
+    if line := await reader.readline():
+        assert json.loads(line) == {"proof": sign(token.encode(), "hub", "drawn")}
+    return reader, writer
+
+
+async def _receive(states: list[RankState], num_ticks: int, token: str, ranks: list[int] | None = None) -> HubMessage:
+    """Return what the hub says last to the rank of the first state. ranks: as which the states' senders connect."""
+    hub, listener = Hub(SETTINGS), socket.create_server(("127.0.0.1", 0))
+    await open_door(listener, hub.greet, hub.receive)
+    port = listener.getsockname()[1]
+    connections = [await _connect(port, rank, token) for rank in ranks or [state.rank for state in states]]
     for (_, writer), state in zip(connections, states, strict=True):
-        writer.write(f"{token}\n{json.dumps(asdict(state))}\n".encode())
+        writer.write(encode_line(state))
     reader, writer = connections[0]
     await asyncio.sleep(0.1)
     for _ in range(num_ticks):
         hub.tick()
         for (_, writer), state in zip(connections, states, strict=True):
             if not state.location.startswith("silent"):
-                writer.write(f"{json.dumps(asdict(state))}\n".encode())
+                writer.write(encode_line(state))
         await asyncio.sleep(0.005)
     received = b""
     while chunk := await _at_once(reader):
         received += chunk
     for _, writer in connections:
         writer.close()
-        await writer.wait_closed()
+        with contextlib.suppress(ConnectionError):  # the hub has closed it first
+            await writer.wait_closed()
     return HubMessage(**json.loads(received.splitlines()[-1])) if received else HubMessage()
 
 
 async def _at_once(reader: asyncio.StreamReader) -> bytes:
-    with contextlib.suppress(asyncio.TimeoutError):
+    with contextlib.suppress(asyncio.TimeoutError, ConnectionError):
         return await asyncio.wait_for(reader.read(1 << 16), 0.2)
     return b""
 
@@ -92,6 +106,11 @@ CASES = {
         [RUNS[0], *(replace(state, killed_for="rank 2 on b has been stopped", is_gone=True) for state in RUNS[1:])],
         "rank 2 on b has been stopped",
     ),
+    "all but one have ended after a collective that it did not make": (
+        [RUNS[0], *(replace(state, failed=1, is_gone=True) for state in RUNS[1:])],
+        "rank 1 on a has ended after a failed collective",
+    ),
+    "one whose collective has failed has not ended yet": ([*RUNS[:2], replace(RUNS[2], failed=1)], ""),
     "one is not watched any more": ([*RUNS[:2], replace(RUNS[2], is_closed=True, is_gone=True)], ""),
 }
 
@@ -147,6 +166,12 @@ def test_where_ranks_are_is_told_when_one_asks() -> None:
 def test_a_stranger_is_not_listened_to() -> None:
     message = asyncio.run(_receive([replace(RUNS[0], is_gone=True), RUNS[1]], 1, "another secret"))
     assert message == HubMessage()
+
+
+def test_a_rank_is_believed_of_itself_alone() -> None:
+    states = [RUNS[0], replace(RUNS[1], is_gone=True)]
+    assert asyncio.run(_receive(states, 1, SETTINGS.token)).verdict.startswith("rank 1 on a has died")
+    assert asyncio.run(_receive(states, 1, SETTINGS.token, ranks=[0, 2])) == HubMessage()
 
 
 @pytest.mark.parametrize(
