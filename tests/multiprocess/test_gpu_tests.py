@@ -10,7 +10,7 @@ import pytest
 from tests.support.limits import LIMIT_SECONDS
 
 ROOT = Path(__file__).parents[2]
-FILES = ("test_prefetching.py", "test_shared_gpu.py", "test_sparse_updates.py")
+FILES = ("test_kernels_and_metrics.py", "test_prefetching.py", "test_shared_gpu.py", "test_sparse_updates.py")
 
 
 @pytest.mark.slow

@@ -83,11 +83,12 @@ class IdMapping(RowsOfIds):
         ids, num_sights = torch.unique(ids, return_counts=True)
         num_sights = num_sights.int()
         rows, new, windows = self._look_for(ids)
-        present = (rows >= 0).nonzero().squeeze(1)
-        self._note_use(rows[present], stamp, num_sights[present])
         self.counts.looked_up += ids.numel()
         if not new.numel():
+            self._note_use(rows, stamp, num_sights)
             return new
+        present = (rows >= 0).nonzero().squeeze(1)
+        self._note_use(rows[present], stamp, num_sights[present])
         ids, num_sights = ids[new], num_sights[new]
         if spec.min_sights > 1:
             num_sights, admitted = self._admitted(windows[:, 0], num_sights)
@@ -106,6 +107,8 @@ class IdMapping(RowsOfIds):
         # What the kernel does not find soon is compared with all that it would probe, which takes less time.
         rows = self._probe(ids, _PROBED_AT_ONCE, may_share=False)
         far = (rows < 0).nonzero().squeeze(1)
+        if not far.numel():  # as in most steps, once a table knows its ids; each number below is waited for
+            return rows, far, far.new_empty(0, 1)
         windows = self._windows(self._probe(ids[far], 1, may_share=True, among_own=True))
         places, probe = (_read(self.ids, windows) == ids[far].unsqueeze(1)).nonzero().unbind(1)
         rows[far[places]] = windows[places, probe].long()

@@ -15,6 +15,7 @@ from lightning_distrec.sharding.mapping.spec import MappingSpec, dynamic_spec, s
 from lightning_distrec.sharding.mapping.state import load_into
 from lightning_distrec.sharding.tables import find_tables
 from lightning_distrec.strategies.tables.mapped_tables import refuse_shared_features
+from tests.support.emulated_streams import emulated_streams
 from tests.support.looped_mapping import LoopedMapping
 from tests.support.mapped_models import ManagedModel, hash_zch
 
@@ -173,3 +174,12 @@ def test_a_feature_of_two_tables_is_mapped_for_both_or_for_none() -> None:
     refuse_shared_features([first, other])
     with pytest.raises(ConfigError, match="feature 'f' is looked up in tables 'ebc.a' and 'ebc.b', of which one"):
         refuse_shared_features([mapped, other])
+
+
+@pytest.mark.parametrize("policy", ["none", "lru", "lfu"])
+def test_the_host_waits_twice_in_a_step_whose_ids_all_have_rows(policy: Any) -> None:
+    part, ids = IdMapping(MappingSpec(96, BUCKETS, max_probe=16, policy=policy), 0, BUCKETS, CPU), _ids(0)[:20]
+    part.learn(ids)
+    with emulated_streams() as streams:
+        assert part.learn(ids).numel() == 0
+    assert [event for _, event, _ in streams.reports.waits] == ["_unique2.default", "nonzero.default"]
