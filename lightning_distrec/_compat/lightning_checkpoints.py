@@ -83,7 +83,10 @@ def read_folders_too(is_folder: Callable[[Any], bool], read: Callable[[Any, bool
                 return load(path_or_url, map_location=map_location, weights_only=weights_only)
             checkpoint = read(path_or_url, with_optimizers, weights_only is False)
             if isinstance(map_location, (str, torch.device)):  # others say where what was on a GPU is to be
-                checkpoint = apply_to_collection(checkpoint, torch.Tensor, lambda tensor: tensor.to(map_location))
+                device = torch.device(map_location)
+                checkpoint = apply_to_collection(
+                    checkpoint, torch.Tensor, lambda tensor: tensor if tensor.device == device else tensor.to(device)
+                )
             return checkpoint
 
         return load_any

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import mmap
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,8 @@ from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipeline
 
 from lightning_distrec._compat.patches import Patches
 from lightning_distrec._compat.torch import profiler_runs
+
+UNTOUCHED_BYTES = 2**20
 
 
 def attach_fused_optimizer(parameter: nn.Parameter, arguments: dict[str, Any], group: str) -> None:
@@ -159,11 +162,14 @@ def silence_torchrec() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def keep_rows_undrawn() -> Iterator[None]:
-    """Make sharders leave the rows of new shards as memory has them, for who fills all of them afterwards."""
+def keep_rows_undrawn(release_pages: Callable[[int, int], bool]) -> Iterator[None]:
+    """Make sharders leave the rows of new shards as memory has them, for who fills all of them afterwards.
+
+    release_pages: gives full pages of (address, bytes) back to the machine; returns whether they read as zeros then.
+    """
     # Else all rows are drawn twice or, where gradients are kept, three times. Source: init_parameters in
     # batched_embedding_kernel.py, reset_parameters in embedding.py and embeddingbag.py, and torch.randn in fbgemm_gpu's
-    # DenseTableBatchedEmbeddingBagsCodegen.
+    # DenseTableBatchedEmbeddingBagsCodegen. Its torch.zeros would take the host's memory before old shards have left.
     from torchrec.distributed import batched_embedding_kernel, embedding, embeddingbag
 
     with Patches() as patches:
@@ -171,13 +177,33 @@ def keep_rows_undrawn() -> Iterator[None]:
             patches.replace(kind, "init_parameters", lambda kernel: None)
         for kind in (embedding.ShardedEmbeddingCollection, embeddingbag.ShardedEmbeddingBagCollection):
             patches.replace(kind, "reset_parameters", lambda collection: None)
-        with _EmptyForRandn():
+        with _Untouched(release_pages):
             yield
 
 
-class _EmptyForRandn(TorchFunctionMode):
+class _Untouched(TorchFunctionMode):
+    def __init__(self, release_pages: Callable[[int, int], bool]) -> None:
+        super().__init__()
+        self._release_pages = release_pages
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (torch.empty if func is torch.randn else func)(*args, **(kwargs or {}))
+        options = kwargs or {}
+        if func is torch.randn:
+            return torch.empty(*args, **options)
+        if func is torch.zeros and str(options.get("device")) == "cpu" and "out" not in options:
+            memory = torch.empty(*args, **options)
+            if memory.nbytes >= UNTOUCHED_BYTES and self._is_zeroed(memory):
+                return memory
+        return func(*args, **options)
+
+    def _is_zeroed(self, memory: torch.Tensor) -> bool:
+        """Make a new tensor zeros without taking the machine's memory, which a write takes; False: it cannot be."""
+        if sys.platform != "linux" or memory.is_pinned() or not self._release_pages(memory.data_ptr(), memory.nbytes):
+            return False
+        # The first and last pages are not this tensor's alone, and stay.
+        for part in (slice(0, mmap.PAGESIZE), slice(-mmap.PAGESIZE, None)):
+            memory.view(-1).view(torch.uint8)[part].zero_()
+        return True
 
 
 def lookups_of(sharded: Any) -> list[nn.Module]:

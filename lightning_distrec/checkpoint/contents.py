@@ -6,10 +6,13 @@ from typing import Any
 
 from lightning_distrec.checkpoint.atomic_folder import read_marker
 from lightning_distrec.checkpoint.difference import Difference, read_mark
-from lightning_distrec.checkpoint.lazy_tensors import materialized
+from lightning_distrec.checkpoint.lazy_tensors import UnreadTensor, materialized
 from lightning_distrec.checkpoint.load import CheckpointFile, CheckpointFolder, Loaded, StoredCheckpoint
 from lightning_distrec.checkpoint.plain_state import map_nested, plain_optimizer_state
+from lightning_distrec.chunks import LazyTensor, num_bytes
 from lightning_distrec.errors import CheckpointError, MissingCheckpointError
+
+UNREAD_BYTES = 16 * 2**20
 
 
 def open_checkpoint(path: Path) -> StoredCheckpoint:
@@ -45,13 +48,18 @@ def verify(path: Path, on_progress: Callable[[int], None] = lambda num_bytes: No
 
 
 def read_full(path: Path, with_optimizers: bool, pickles: bool = False) -> dict[str, Any]:
-    """Read a checkpoint into memory, as stock Lightning has it. pickles: it may hold any types, whose code is run."""
+    """Read a checkpoint into memory, as stock Lightning has it. pickles: it may hold any types, whose code is run.
+
+    Without optimizers, for a module that copies them, large tensors stay in the file until they are copied.
+    """
     checkpoint = read_contents(path, pickles).checkpoint
     states = checkpoint.pop("optimizer_states", None)
     if states is not None:
         checkpoint["optimizer_states"] = [plain_optimizer_state(state) for state in states] if with_optimizers else []
 
     def read(value: Any, place: str) -> Any:
+        if not with_optimizers and isinstance(value, LazyTensor) and num_bytes(value) > UNREAD_BYTES:
+            return UnreadTensor.of_lazy(value)
         return map_nested(materialized(value), place, read)
 
     full: dict[str, Any] = read(checkpoint, "")

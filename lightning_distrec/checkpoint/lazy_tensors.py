@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from typing_extensions import override
 
 from lightning_distrec._compat.tensors import local_offsets
+from lightning_distrec._compat.torch import without_torch_function
 from lightning_distrec.checkpoint.plain_state import map_nested
 from lightning_distrec.checkpoint.storage import StoredTensors
 from lightning_distrec.chunks import Chunk, LazyTensor, copy_into, num_bytes, row_ranges
@@ -68,6 +70,56 @@ class SafetensorsTensor(LazyTensor):
         # A slice needs a dimension, which scalars have not.
         tensor: Tensor = self._slices[:] if self.shape else self._file.get_tensor(self._key)
         return tensor
+
+
+DESCRIBES = frozenset({
+    *("shape", "dtype", "ndim", "layout", "requires_grad", "is_leaf", "is_sparse", "is_quantized", "is_nested", "grad"),
+    *("nbytes", "itemsize", "is_cuda", "size", "dim", "numel", "nelement", "stride", "element_size", "is_contiguous"),
+    *("is_floating_point", "is_complex", "__len__", "__hash__"),
+})
+"""Attributes and methods that read no values."""
+
+
+class UnreadTensor(Tensor):
+    """A tensor in a file: what copies all of it reads it into the copy; anything else reads it in full, once."""
+
+    lazy: LazyTensor
+    full: Tensor | None
+
+    @staticmethod
+    def of_lazy(lazy: LazyTensor) -> "UnreadTensor":
+        """Return what stands for a handle."""
+        unread: Any = torch.empty(lazy.shape, dtype=lazy.dtype, device="meta").as_subclass(UnreadTensor)
+        unread.lazy, unread.full = lazy, None
+        return unread  # type: ignore[no-any-return]
+
+    @classmethod
+    @override
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
+        with without_torch_function():
+            if name in DESCRIBES:
+                return func(*args, **(kwargs or {}))
+            if name in ("device", "is_meta", "is_cpu"):
+                return {"device": torch.device("cpu"), "is_meta": False, "is_cpu": True}[name]
+            if name == "copy_" and len(args) == 2 and not kwargs and isinstance(args[1], cls) and _is_read_into(*args):
+                return args[0]
+            args, kwargs = apply_to_collection((args, kwargs or {}), cls, _full)
+            return func(*args, **kwargs)
+
+
+def _is_read_into(target: Tensor, unread: UnreadTensor) -> bool:
+    is_same = target.shape == unread.shape and target.dtype == unread.dtype and target.device.type == "cpu"
+    if unread.full is not None or not is_same or type(target) not in (Tensor, nn.Parameter):
+        return False
+    unread.lazy.read_into([Chunk((0,) * target.dim(), target.detach())])
+    return True
+
+
+def _full(unread: UnreadTensor) -> Tensor:
+    if unread.full is None:
+        unread.full = unread.lazy.read()
+    return unread.full
 
 
 def as_lazy(value: Any) -> LazyTensor | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torchrec.distributed.types import ShardedTensor
 
 from lightning_distrec.chunks import Chunk
+from lightning_distrec.host_memory import release_pages
 from lightning_distrec.sharding.meta_weight import initial_rows
 from lightning_distrec.sharding.sharding_groups import ShardingGroups
 from lightning_distrec.sharding.tables import Table
@@ -38,15 +40,17 @@ class TableShard:
     num_columns: int
     tensor: Tensor | None = None
     """(num_rows, num_columns); None on ranks that do not hold it."""
+    is_last_use: bool = False
+    """Whether nobody reads its memory afterwards, so that it may be freed part by part."""
 
     @property
     def rectangle(self) -> tuple[int, int, int, int]:
         """Where it is in the table."""
         return self.row, self.column, self.num_rows, self.num_columns
 
-    def on_host(self) -> "TableShard":
-        """Return a copy in the host's memory."""
-        return replace(self, tensor=None if self.tensor is None else self.tensor.cpu())
+    def to_be_moved(self) -> "TableShard":
+        """Return it in the host's memory, from which it is freed while it is copied."""
+        return replace(self, tensor=None if self.tensor is None else self.tensor.cpu(), is_last_use=True)
 
 
 def table_shards(weight: Tensor, groups: ShardingGroups) -> list[TableShard]:
@@ -89,8 +93,8 @@ def redistribute(sources: list[TableShard], targets: list[TableShard], device: t
         for target in targets:
             if target.tensor is not None:
                 source = next(s for s in sources if _same_place(s, target))
-                assert source.tensor is not None
-                target.tensor.copy_(source.tensor)
+                for block, values in _blocks(source):
+                    _copy_overlap(values, block, target)
         return
     for source in _without_replicas(sources):
         for chunk, buffer in _sent(source, device):
@@ -207,16 +211,25 @@ def _without_replicas(shards: list[TableShard]) -> list[TableShard]:
 
 def _sent(source: TableShard, device: torch.device) -> Iterator[tuple[TableShard, Tensor]]:
     """Collective. Yield the blocks of a shard with their values, which its rank sends to all others."""
-    # By 4 bytes a number: float32 holds half precision exactly, and copying into the target brings the bits back.
-    rows_at_once = max(1, CHUNK_BYTES // (4 * source.num_columns))
-    for first in range(0, source.num_rows, rows_at_once):
-        rows = min(rows_at_once, source.num_rows - first)
-        if source.tensor is not None:
-            buffer = source.tensor[first : first + rows].detach().to(device, torch.float32).contiguous()
+    for block, values in _blocks(source):
+        if values is not None:
+            # float32 holds half precision exactly, and copying into the target brings the bits back.
+            buffer = values.to(device, torch.float32).contiguous()
         else:
-            buffer = torch.empty(rows, source.num_columns, device=device)
-        dist.broadcast(buffer, src=source.rank)
-        yield replace(source, row=source.row + first, num_rows=rows, tensor=None), buffer
+            buffer = torch.empty(block.num_rows, block.num_columns, device=device)
+        dist.broadcast(buffer, src=block.rank)
+        yield block, buffer
+
+
+def _blocks(shard: TableShard) -> Iterator[tuple[TableShard, Any]]:
+    """Yield a shard by CHUNK_BYTES, with the values where this rank holds it; they may be gone after each."""
+    rows_at_once = max(1, CHUNK_BYTES // (4 * shard.num_columns))
+    for first in range(0, shard.num_rows, rows_at_once):
+        rows = min(rows_at_once, shard.num_rows - first)
+        values = None if shard.tensor is None else shard.tensor[first : first + rows].detach()
+        yield replace(shard, row=shard.row + first, num_rows=rows, tensor=None), values
+        if shard.is_last_use and values is not None and values.is_contiguous():
+            release_pages(values.data_ptr(), values.nbytes)
 
 
 def _copy_overlap(values: Tensor, source: TableShard, target: TableShard) -> None:

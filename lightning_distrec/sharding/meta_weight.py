@@ -60,6 +60,11 @@ def _guarded(_: type, func: Callable[..., Any], types: Any, args: Any = (), kwar
     if not reads or is_ours:
         with without_guard():
             return func(*args, **kwargs)
+    if over := next((weight.record for weight in weights if weight.record.is_over), None):
+        raise ShardingError(
+            f"'{name}' was called on a view of {over.description} from before it was sharded, which has no values. "
+            "Take another one: by trainer.strategy.full_parameter(), or of the weight in the module."
+        )
     if name == "equal":  # Lightning looks a parameter up in param groups so
         return args[0] is args[1]
     if name == "detach" and makes_parameter(_caller(inspect.currentframe())):
@@ -159,6 +164,7 @@ def carry_record(weight: Any, resized: Any) -> None:
 def stop_recording(weight: Any) -> None:
     """Turn a weight into an ordinary one, which keeps its record."""
     if isinstance(weight, MetaWeight):
+        weight.record.is_over = True
         weight.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
@@ -174,6 +180,15 @@ def written_digest(weight: Any) -> str:
     """Return what differs between ranks that wrote other values to a weight without rows; "" for one with rows."""
     record = getattr(weight, "record", None)
     return "" if record is None else record.digest()
+
+
+def give_rows_to_buffers(root: nn.Module) -> None:
+    """Give all of its rows to each weight of which a buffer below `root` is a view."""
+    for path, buffer in list(root.named_buffers(remove_duplicate=False)):
+        if isinstance(buffer, MetaValues):
+            parent, _, name = path.rpartition(".")
+            _give_rows_for(buffer, f"buffer {path}")
+            setattr(root.get_submodule(parent), name, buffer.record.view(buffer))
 
 
 def can_have_rows(weight: Any) -> bool:

@@ -34,6 +34,7 @@ from lightning_distrec._compat.torchrec_collisions import (
     set_hash_zch_state,
 )
 from lightning_distrec.errors import ShardingError
+from lightning_distrec.host_memory import release_pages
 from lightning_distrec.sharding.collective_reads import Gathering
 from lightning_distrec.sharding.initial_weights import (
     TableShard,
@@ -152,7 +153,7 @@ def _sharded_modules(sharding: TableSharding) -> dict[str, ShardedModule]:
                 attach_fused_optimizer(table.parameter, *sharding.fused[table.full_name])
         parameter_sharding = {table.name: sharding.plan[table.full_name] for table in tables}
         sharder = sharder_of(tables[0], sharding.comms)
-        with silence_torchrec(), keep_rows_undrawn():  # _bring_rows fills all of them
+        with silence_torchrec(), keep_rows_undrawn(release_pages):  # _bring_rows fills all of them
             sharded[path] = sharder.shard(tables[0].module, parameter_sharding, environment, sharding.device, path)
         free_unsharded_tables(sharded[path])
         for table in tables:

@@ -3,12 +3,11 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch import Tensor, nn
 from torchrec.distributed.types import ShardedModule
 
-from lightning_distrec import gpu
 from lightning_distrec._compat.torch import apply_in_backward, in_backward_optimizers
 from lightning_distrec._compat.torchrec import fill_weight
 from lightning_distrec.errors import ShardingError
@@ -214,11 +213,17 @@ class ShardedTables:
         originals = set(self.originals.values())
         staying = {table.full_name for table in tables if table.original in originals}
         rows = {name: shards for name, shards in self.table_shards().items() if name in staying}
-        # Rows wait on the host, so that the device never holds two sets of them; on a CPU they stay where they are.
-        if any(s.tensor is not None and gpu.is_on_gpu(s.tensor) for shards in rows.values() for s in shards):
-            rows = {name: [shard.on_host() for shard in shards] for name, shards in rows.items()}
-            self._free_shards()
+        # Rows wait on the host, so that the device never holds two sets of them, nor the optimizers' state.
+        rows = {name: [shard.to_be_moved() for shard in shards] for name, shards in rows.items()}
+        self._free_shards()
         return rows
+
+    def fall_back(self) -> None:
+        """After a set-up has failed that began with these tables: put the proxies back, if the rows are still here."""
+        if self.sharded:
+            self.put_proxies_back()
+        elif sharded_tables_of(self._module()) is None:
+            _without_rows.add(self._module())
 
     def unshard(self, rows: Mapping[str, Tensor]) -> None:
         """Put the unsharded collections back into the module for good. The shards are freed.
@@ -256,6 +261,8 @@ class ShardedTables:
 # Module -> its tables, by whichever strategy they were sharded. Weak, and beside the module: an attribute of the user's
 # module would be copied and pickled with it.
 _tables: WeakKeyDictionary[nn.Module, ShardedTables] = WeakKeyDictionary()
+_without_rows: WeakSet[nn.Module] = WeakSet()
+"""Modules whose rows went with a set-up that failed while it moved them."""
 
 
 def sharded_tables_of(root: nn.Module) -> ShardedTables | None:
@@ -264,7 +271,12 @@ def sharded_tables_of(root: nn.Module) -> ShardedTables | None:
 
 
 def refuse_foreign_shards(root: nn.Module) -> None:
-    """Raise ShardingError where `root` holds tables that were sharded in another module, whose plan is not known."""
+    """Raise ShardingError: a table of `root` was sharded in another module, or lost its rows in a failed set-up."""
+    if root in _without_rows:
+        raise ShardingError(
+            "an earlier set-up of this module failed while rows moved to other shards, and they are lost. Build the "
+            "module again, and load a checkpoint into it."
+        )
     tables = sharded_tables_of(root)
     proxies = set(tables.proxies.values()) if tables is not None else set()
     for path, module in root.named_modules():

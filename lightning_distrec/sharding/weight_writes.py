@@ -136,6 +136,8 @@ class Record:
     writes: list[Write] = field(default_factory=list)
     rows: Tensor | None = None
     """All of them, once they are needed at once."""
+    is_over: bool = False
+    """Whether the weight is being sharded, so that no write could be repeated any more."""
     in_constructor: bool = False
     """Whether the module's own code writes now, though we have called it."""
 

@@ -4,6 +4,7 @@ import ast
 import contextlib
 import inspect
 import logging
+import os
 import re
 import warnings
 from pathlib import Path
@@ -28,6 +29,7 @@ from lightning_distrec._compat import lightning as _lightning
 from lightning_distrec._compat import tensors as _tensors
 from lightning_distrec._compat import torch as _torch
 from lightning_distrec._compat import torchrec as _torchrec
+from lightning_distrec.host_memory import release_pages
 from tests.support.click_model import ClickModel, bag_configs, seeded, train_sharded
 from tests.support.ranks import run_on_ranks
 
@@ -344,7 +346,7 @@ def _sharders_that_draw(undrawn: bool) -> list[bool]:
             collection, {"t": row_wise()}, sharder, local_size=1, world_size=1, device_type="cpu"
         )
         random_state = torch.get_rng_state()
-        with _torchrec.keep_rows_undrawn() if undrawn else contextlib.nullcontext():
+        with _torchrec.keep_rows_undrawn(release_pages) if undrawn else contextlib.nullcontext():
             sharder.shard(collection, plan, environment, torch.device("cpu"))
         draw.append(not torch.equal(torch.get_rng_state(), random_state))
     torch.distributed.destroy_process_group()
@@ -354,6 +356,18 @@ def _sharders_that_draw(undrawn: bool) -> list[bool]:
 def test_keep_rows_undrawn_is_needed_and_keeps_both_collections_from_drawing() -> None:
     assert _sharders_that_draw(undrawn=False) == [True, True]
     assert _sharders_that_draw(undrawn=True) == [False, False]
+
+
+def test_keep_rows_undrawn_makes_zeros_that_take_no_memory() -> None:
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    torch.full((2**24,), 7.0)  # what is freed here may be taken again
+    with _torchrec.keep_rows_undrawn(release_pages):
+        before = resident_bytes()
+        zeros = [torch.zeros(2**24 + 5, device=torch.device("cpu")), torch.zeros(2**24, device="cpu", dtype=torch.half)]
+        assert resident_bytes() - before < 2**20
+    assert not any(bool(tensor.any()) for tensor in zeros)
 
 
 class CountsSteps(pl.LightningModule):

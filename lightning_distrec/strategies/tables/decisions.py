@@ -23,7 +23,7 @@ from lightning_distrec.optimizers.updates_in_backward import (
     refuse_inexact_in_backward,
     refuse_inexact_settings,
 )
-from lightning_distrec.sharding.meta_weight import can_have_rows, give_rows
+from lightning_distrec.sharding.meta_weight import can_have_rows, give_rows, give_rows_to_buffers
 from lightning_distrec.sharding.plain_embeddings import NO_CONVERSION
 from lightning_distrec.sharding.planning.constraints import (
     TableConstraints,
@@ -106,6 +106,7 @@ class Decisions:
 
 def select_tables(module: nn.Module, settings: TableSettings) -> SelectedTables:
     """Find the tables to shard in an unsharded module: the one place that looks. Raises ConfigError, ShardingError."""
+    give_rows_to_buffers(module)
     candidates = find_tables(module, settings.conversion)
     refuse_named_odd_dims(candidates.tables, candidates.odd_tables, candidates.left_alone, settings.table_options)
     options = options_by_table(

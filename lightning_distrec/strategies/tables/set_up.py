@@ -94,8 +94,7 @@ def _unsharded(earlier: ShardedTables | None) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if earlier.sharded:
-            earlier.put_proxies_back()
+        earlier.fall_back()
         raise
 
 
@@ -150,7 +149,7 @@ def _plan_and_shard(inputs: SetUpInputs, decisions: Decisions, earlier: ShardedT
         check_start_memory(inputs, decisions.tables, plan)
     # The rows leave the earlier shards before new ones are made, so that a rank never holds both in full.
     rows = {} if earlier is None else earlier.take_rows(decisions.tables)
-    if earlier is not None and not earlier.sharded:  # freed: the optimizers of the earlier fit hold shards and momentum
+    if earlier is not None:  # the optimizers of the earlier fit hold shards and momentum
         inputs.trainer.strategy.optimizers, inputs.trainer.strategy.lr_scheduler_configs = [], []
         gc.collect()
     shards = _shard(inputs, decisions, plan.for_torchrec(facts.devices, inputs.groups.first_rank), rows, earlier)

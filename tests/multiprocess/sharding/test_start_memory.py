@@ -1,7 +1,9 @@
 """What a rank holds at most while tables that were built whole are sharded; and ranks that cannot hold it say so."""
 
 import resource
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_distrec.errors import ShardingError
 from lightning_distrec.host_memory import _meminfo
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
 from tests.support.trainers import make_trainer
@@ -46,21 +49,41 @@ def _status(name: str) -> int:
     return _meminfo(name, "/proc/self/status")
 
 
-def _growth() -> tuple[int, int]:
+def _growth() -> tuple[int, int, int]:
     _fit(Bags(64))  # what is loaded and started once
     before = _status("VmRSS:")
-    _fit(Bags())
-    return _status("VmHWM:") - before, _status("VmRSS:") - before
+    model = Bags()
+    _fit(model)
+    peak, after = _status("VmHWM:") - before, _status("VmRSS:") - before
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    _fit(model)
+    return peak, after, _status("VmHWM:") - before
 
 
 def test_peak_is_whole_tables_and_a_share_on_rank_zero_and_whole_tables_on_others() -> None:
-    peaks, after = zip(*run_on_ranks(_growth, 2), strict=True)
+    peaks, after, second = zip(*run_on_ranks(_growth, 2), strict=True)
     whole, share = NUM_TABLES * WHOLE, NUM_TABLES * WHOLE  # of two ranks: half of the rows and of as much state
     # Rank 0 has filled one table's shards, and freed that table, before the other's are made.
     assert whole < peaks[0] < 1.05 * (whole + share / NUM_TABLES) + 80 * MIB, f"{peaks[0] / MIB:.0f} MiB"
     # Nothing of rank 1's own rows is left when its shards are made, nor any state for them.
     assert whole < peaks[1] < 1.05 * whole + 80 * MIB, f"{peaks[1] / MIB:.0f} MiB"
     assert max(after) < 1.05 * share + 80 * MIB
+    # The rows of the first fit's shards are freed as they are copied, and its state before.
+    assert max(second) < 1.05 * share + 80 * MIB, f"{max(second) / MIB:.0f} MiB"
+
+
+def _fit_after_a_failure() -> None:
+    model = Bags(64)
+    _fit(model)
+    place = "lightning_distrec.strategies.tables.set_up.shard_tables"
+    with patch(place, side_effect=MemoryError), pytest.raises(MemoryError):
+        _fit(model)
+    with pytest.raises(ShardingError, match="failed while rows moved to other shards, and they are lost. Build the"):
+        _fit(model)
+
+
+def test_a_module_that_lost_its_rows_in_a_failed_set_up_is_refused() -> None:
+    run_on_ranks(_fit_after_a_failure, 1)
 
 
 def _fit_within(spare_bytes: int) -> None:

@@ -13,7 +13,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from lightning_distrec import meta_tables
 from lightning_distrec.errors import ShardingError
-from lightning_distrec.sharding.meta_weight import written_digest
+from lightning_distrec.sharding.meta_weight import give_rows_to_buffers, stop_recording, written_digest
 from lightning_distrec.sharding.shard_access import without_guard
 
 ROWS, WIDTH = 23, 8
@@ -219,6 +219,27 @@ def test_another_parameter_of_a_weight_or_its_data_shares_the_rows() -> None:
         other.data.zero_()
         read(expected.weight).detach().zero_()
         assert torch.equal(module.weight, expected.weight), "one memory"
+
+
+def test_a_buffer_that_is_a_view_gives_the_weight_its_rows_and_a_late_view_is_refused() -> None:
+    root = nn.Module()
+    root.table = _embedding()
+    root.table.weight.data.copy_(PRETRAINED)
+    root.register_buffer("first", root.table.weight.detach()[:2])
+    late = root.table.weight.data[3]
+    with pytest.warns(UserWarning, match="'buffer first' needs all of its rows"):
+        give_rows_to_buffers(root)
+    assert torch.equal(root.first, PRETRAINED[:2])
+    root.table.weight.data.zero_()
+    assert not root.first.any(), "one memory"
+    assert not late.any()
+
+    table = _embedding()
+    late = table.weight.data[3]
+    stop_recording(table.weight)
+    for use in (late.sum, late.zero_):
+        with pytest.raises(ShardingError, match=r"called on a view of Embedding\(23, 8\) from before it was sharded"):
+            use()
 
 
 def test_embeddings_that_are_not_sharded_are_made_as_ever() -> None:
