@@ -30,6 +30,11 @@ def free_process_bytes() -> int:
     return min((limit - used for limit, used in soft if limit != resource.RLIM_INFINITY), default=sys.maxsize)
 
 
+def free_bytes() -> int:
+    """Return the bytes that this process can take: of the machine's, and by limits of its own."""
+    return min(free_host_bytes(), free_process_bytes())
+
+
 def release_pages(address: int, num_bytes: int) -> bool:
     """Give the full pages of some memory back to the machine; return whether they read as zeros now.
 

@@ -10,9 +10,12 @@ import torch
 from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
+from lightning_distrec.errors import ShardingError
+from lightning_distrec.host_memory import free_bytes
 from lightning_distrec.sharding.meta_weight import record_writes
 from lightning_distrec.sharding.plain_embeddings import POOLINGS, Conversion, Convert, overridden_name
 from lightning_distrec.sharding.tables import odd_dim
+from lightning_distrec.units import format_bytes
 
 COLLECTIONS = (EmbeddingBagCollection, EmbeddingCollection)
 PLAIN = (nn.Embedding, nn.EmbeddingBag)
@@ -58,7 +61,12 @@ def _collection(original: Any, conversion: Conversion | None) -> Any:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         bound = signature.bind(self, *args, **kwargs)
         # A subclass is left alone by the strategy, and so are odd dims; they need their rows now.
-        if type(self) not in COLLECTIONS or odd_dim(bound.arguments["tables"]) or bound.arguments.get("device"):
+        device, configs = bound.arguments.get("device"), bound.arguments["tables"]
+        reason = f"{type(self).__name__} is a subclass" if type(self) not in COLLECTIONS else odd_dim(configs)
+        if reason or device:
+            if conversion is not None:
+                sizes = [(config.num_embeddings, config.embedding_dim) for config in configs]
+                _check_memory(f"tables '{configs[0].name}' ...", sizes, 4, reason or "it is given a device", device)
             original(*bound.args, **bound.kwargs)
             return
         bound.arguments["device"] = META
@@ -78,7 +86,11 @@ def _plain(original: Any, conversion: Conversion | None) -> Any:
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
         options = bound.arguments
-        if not _will_be_sharded(type(self), options, conversion):
+        if reason := _obstacle(type(self), options, conversion):
+            if options["_weight"] is None:
+                sizes = [(options["num_embeddings"], options["embedding_dim"])]
+                dtype = options["dtype"] or torch.get_default_dtype()
+                _check_memory(type(self).__name__, sizes, dtype.itemsize, reason, options["device"])
             original(*bound.args, **bound.kwargs)
             return
         shape = options["num_embeddings"], options["embedding_dim"]
@@ -93,20 +105,32 @@ def _plain(original: Any, conversion: Conversion | None) -> Any:
     return init
 
 
-def _will_be_sharded(kind: Any, options: dict[str, Any], conversion: Conversion | None) -> bool:
-    """Return whether an embedding of these arguments is sharded, as far as they show; see PlainEmbeddings."""
+def _obstacle(kind: Any, options: dict[str, Any], conversion: Conversion | None) -> str:
+    """Return why an embedding of these arguments is built whole, as far as they show; see PlainEmbeddings."""
     if conversion is None or conversion.selected == "none":
-        return False
-    if conversion.selected == "auto" and options["num_embeddings"] < conversion.min_rows:
-        return False
-    dtype = options["dtype"] or torch.get_default_dtype()
-    return (
-        options["_weight"] is None
-        and options["device"] is None
-        and options["max_norm"] is None
-        and not options["scale_grad_by_freq"]
-        and options.get("mode", "sum") in POOLINGS
-        and not options["embedding_dim"] % 4
-        and dtype in (torch.float32, torch.float16, torch.bfloat16)
-        and not overridden_name(kind)
-    )
+        return "convert_embeddings is 'none'"
+    dtype, name = options["dtype"] or torch.get_default_dtype(), overridden_name(kind)
+    reasons = {
+        "it has fewer rows than min_rows": conversion.selected == "auto"
+        and options["num_embeddings"] < conversion.min_rows,
+        "it is given rows": options["_weight"] is not None,
+        "it is given a device": options["device"] is not None,
+        "max_norm changes rows when they are looked up": options["max_norm"] is not None,
+        "scale_grad_by_freq counts ids within one device's batch": options["scale_grad_by_freq"],
+        f"mode={options.get('mode')!r} has no FBGEMM kernel": options.get("mode", "sum") not in POOLINGS,
+        "embedding_dim is no multiple of 4": options["embedding_dim"] % 4,
+        f"its dtype is {dtype}": dtype not in (torch.float32, torch.float16, torch.bfloat16),
+        f"{kind.__name__} has its own {name}": name,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def _check_memory(description: str, sizes: list[tuple[int, int]], itemsize: int, reason: str, device: Any) -> None:
+    """Raise ShardingError: the host has no memory for tables of (rows, columns) that every rank builds whole."""
+    needed, free = sum(rows * columns for rows, columns in sizes) * itemsize, free_bytes()
+    if needed > free and torch.device(device or torch.get_default_device()).type == "cpu":
+        shapes = ", ".join(f"{rows:,} x {columns}" for rows, columns in sizes)
+        raise ShardingError(
+            f"{description} ({shapes}) needs {format_bytes(needed)} on every rank, and {format_bytes(free)} are free. "
+            f"It is built whole because {reason}. Change that, so that each rank makes its own rows, or use fewer rows."
+        )

@@ -26,7 +26,7 @@ from lightning_distrec._compat.tensors import (
     written_by,
 )
 from lightning_distrec.errors import ShardingError
-from lightning_distrec.host_memory import free_host_bytes
+from lightning_distrec.host_memory import free_bytes
 from lightning_distrec.sharding.shard_access import without_guard
 from lightning_distrec.sharding.shard_weight import DESCRIBES, SHAPES, VALUES, is_called_by_us
 from lightning_distrec.sharding.weight_writes import Draw, NeedsRows, Place, Record, Write
@@ -200,11 +200,11 @@ def give_rows(weight: Any, rows: Tensor | None = None) -> None:
     """Give a weight that is not sharded all of its rows, drawn or `rows`. Raises ShardingError: it cannot have them."""
     record: Record = weight.record
     if rows is None:
-        num_bytes, free = record.shape[0] * record.shape[1] * weight.dtype.itemsize, free_host_bytes()
+        num_bytes, free = record.shape[0] * record.shape[1] * weight.dtype.itemsize, free_bytes()
         if num_bytes > free and record.device.type == "cpu":
             raise ShardingError(
                 f"{record.description} needs {format_bytes(num_bytes)} for all of its rows on every rank, and "
-                f"{format_bytes(free)} are free."
+                f"{format_bytes(free)} are free. It is sharded where it is not replicated, tied, or read."
             )
         with without_guard(), torch.no_grad():
             rows = torch.empty(record.shape, dtype=weight.dtype, device=record.device)

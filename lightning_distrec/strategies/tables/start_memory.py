@@ -1,9 +1,10 @@
 """Whether each rank has the memory that sharding takes, asked before anything is sharded."""
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_distrec.errors import InfeasiblePlanError
-from lightning_distrec.host_memory import free_host_bytes, free_process_bytes
+from lightning_distrec.host_memory import free_host_bytes, free_process_bytes, host_memory_bytes
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs
@@ -12,6 +13,8 @@ from lightning_distrec.units import format_bytes
 NUM_LISTED = 10
 """How many tables the message lists."""
 UNLIMITED = 2**62
+LARGE_PART = 8
+"""Part of a node's memory above which full tables of all of its ranks are a warning."""
 
 
 def check_start_memory(inputs: SetUpInputs, tables: list[Table], plan: ShardingPlan) -> None:
@@ -19,6 +22,7 @@ def check_start_memory(inputs: SetUpInputs, tables: list[Table], plan: ShardingP
 
     The plan has seen how much memory there is; this is about what is free of it, beside tables that were built in full.
     """
+    _warn_of_full_tables(tables, max(inputs.layout.ranks_by_node))
     ranks, layout, on_gpu = inputs.consensus, inputs.layout, inputs.device.type == "cuda"
     position = ranks.rank % inputs.groups.size
     device_share, host_share = int(plan.table_bytes()[position]), int(plan.table_bytes(on_host=True)[position])
@@ -37,6 +41,17 @@ def check_start_memory(inputs: SetUpInputs, tables: list[Table], plan: ShardingP
     for place, needed, free in lacks:
         if needed > free:
             raise InfeasiblePlanError(_message(place, needed, free, tables, plan))
+
+
+def _warn_of_full_tables(tables: list[Table], ranks_on_node: int) -> None:
+    full, node_bytes = sum(t.parameter.nbytes for t in tables if t.parameter.device.type == "cpu"), host_memory_bytes()
+    if ranks_on_node > 1 and full * ranks_on_node > node_bytes / LARGE_PART:
+        rank_zero_warn(
+            f"{ranks_on_node} ranks of a node have built {format_bytes(full)} of full tables each, "
+            f"{format_bytes(full * ranks_on_node)} of its {format_bytes(node_bytes)}, before the strategy could share "
+            "them out. Build tables in configure_model, under lightning_distrec.meta_tables() or under "
+            "trainer.init_module(): each rank makes its own rows only."
+        )
 
 
 def _message(place: str, needed: int, free: int, tables: list[Table], plan: ShardingPlan) -> str:

@@ -1,6 +1,7 @@
 """What a rank holds at most while tables that were built whole are sharded; and ranks that cannot hold it say so."""
 
 import resource
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -70,6 +71,19 @@ def test_peak_is_whole_tables_and_a_share_on_rank_zero_and_whole_tables_on_other
     assert max(after) < 1.05 * share + 80 * MIB
     # The rows of the first fit's shards are freed as they are copied, and its state before.
     assert max(second) < 1.05 * share + 80 * MIB, f"{max(second) / MIB:.0f} MiB"
+
+
+def _warnings_of_a_small_node() -> str:
+    place = "lightning_distrec.strategies.tables.start_memory.host_memory_bytes"
+    with patch(place, return_value=2**20), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _fit(Bags(4096))
+    return " ".join(str(warning.message) for warning in caught)
+
+
+def test_full_tables_of_all_ranks_of_a_node_are_a_warning_where_they_are_large() -> None:
+    message = "2 ranks of a node have built 1.0 MiB of full tables each, 2.0 MiB of its 1.0 MiB, before the strategy"
+    assert [message in words for words in run_on_ranks(_warnings_of_a_small_node, 2)] == [True, False]
 
 
 def _fit_after_a_failure() -> None:

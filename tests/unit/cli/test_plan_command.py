@@ -44,6 +44,14 @@ class Huge(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
+class Plain(Huge):
+    """Has an nn.Embedding, too."""
+
+    def configure_model(self) -> None:
+        self.users = nn.Embedding(self.rows, 16)
+        nn.init.xavier_uniform_(self.users.weight)
+
+
 class Batched(Huge):
     """Is told its batch size."""
 
@@ -135,6 +143,19 @@ def test_tables_of_ten_billion_rows_are_planned_without_memory_for_them(run: Run
     assert len(report["ranks"]["milliseconds"]) == report["num_nodes"] * report["ranks_per_node"] == 32
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - earlier_bytes) * 1024 < GB
     assert load_plan(tmp_path / "plans" / "plan.json").num_ranks == 32
+
+
+def test_an_embedding_of_configure_model_is_planned_with_what_ranks_need_while_they_start(run: Run) -> None:
+    code, text, _ = run("Plain", "--accelerator", "cpu", "--device-memory", "80GB", "--quick", "--json")
+    report = json.loads(text)
+    full = 10**10 * 16 * 4
+    assert (code, report["table_bytes"]) == (0, full)
+    start = report["ranks"]["host_bytes_at_start"]
+    assert sum(start["configure_model"]) == full
+    assert start["__init__"] == [full + start["configure_model"][0], *[full] * 31]
+    _, text, _ = run("Plain", "--accelerator", "cpu", "--device-memory", "80GB", "--quick")
+    words = "rank starts: 18.6 GiB if configure_model builds them; if __init__ does, 614.7 GiB on rank 0, 596.0 GiB on"
+    assert words in " ".join(text.split())
 
 
 def test_tables_in_groups_are_planned_for_one_group(run: Run) -> None:

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -257,6 +258,24 @@ def test_embeddings_that_are_not_sharded_are_made_as_ever() -> None:
         with torch.device("cpu"):
             assert _is_meta(nn.EmbeddingBag(100_000, WIDTH).weight)
     assert not _is_meta(nn.Embedding(100_000, WIDTH).weight)
+
+
+BUILT_WHOLE: dict[str, Callable[[], Any]] = {
+    "max_norm changes rows when they are looked up": lambda: nn.Embedding(10**11, 8, max_norm=1.0),
+    "embedding_dim is no multiple of 4": lambda: nn.EmbeddingBag(10**11, 6),
+    "it is given a device": lambda: nn.Embedding(10**11, 8, device="cpu"),
+    "mode='max' has no FBGEMM kernel": lambda: nn.EmbeddingBag(10**11, 8, mode="max"),
+    "table 't' has embedding_dim=6": lambda: EmbeddingBagCollection([
+        EmbeddingBagConfig(name="t", num_embeddings=10**11, embedding_dim=6, feature_names=["f"])
+    ]),
+}
+
+
+@pytest.mark.parametrize("reason", BUILT_WHOLE)
+def test_what_is_built_whole_without_the_memory_for_it_is_refused(reason: str) -> None:
+    message = r"\(100,000,000,000 x \d\) needs [\d.,]+ TiB on every rank, and .* are free. It is built whole because "
+    with meta_tables(), pytest.raises(ShardingError, match=message + re.escape(reason)):
+        BUILT_WHOLE[reason]()
 
 
 def test_a_collections_weight_is_recorded_or_gets_its_rows() -> None:
