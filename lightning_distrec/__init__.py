@@ -1,27 +1,25 @@
 """Trains an unchanged LightningModule with its embedding tables sharded over many ranks and nodes.
 
-Importing this package registers the strategies with Lightning, and lets it read checkpoints that are folders. torchrec
-and fbgemm load when a strategy that needs them is made, or when one of the names below that needs them is first used.
+Importing this package registers the strategies with Lightning, and lets it read checkpoints that are folders
+(registration.py). torchrec and fbgemm load when a strategy that needs them is made, or when one of the names below that
+needs them is first used.
 """
 
-from functools import partial
-from importlib import import_module
-from pathlib import Path
+import os as _os
+import sys as _sys
+from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
-
-from lightning.pytorch.strategies import StrategyRegistry
-
-from lightning_distrec._compat.lightning import override_environment_choice
-from lightning_distrec._compat.lightning_checkpoints import read_folders_too
 
 if TYPE_CHECKING:
     from lightning_distrec.callbacks.communication import Communication
+    from lightning_distrec.callbacks.prediction_writer import PredictionWriter
     from lightning_distrec.callbacks.rank_monitor import RankMonitor
     from lightning_distrec.callbacks.scaled_learning_rate import ScaledLearningRate
     from lightning_distrec.callbacks.stage_schedule import StageSchedule
     from lightning_distrec.callbacks.table_callbacks import DynamicIds, NormalizeRows, PlanLogger
     from lightning_distrec.callbacks.throughput import Throughput
     from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
+    from lightning_distrec.cluster.environment import LaunchedRanks
     from lightning_distrec.prefetch.prefetcher import PrefetchOptions
     from lightning_distrec.sharding.collective_reads import sharded_l2
     from lightning_distrec.sharding.meta_tables import meta_tables
@@ -34,6 +32,7 @@ if TYPE_CHECKING:
     from lightning_distrec.strategies.fsdp import TunedFSDPStrategy
     from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
     from lightning_distrec.strategies.pipeline import PipelineParallelStrategy
+    from lightning_distrec.strategies.run.stopping import StopOptions
     from lightning_distrec.strategies.torchrec import TorchRecShardedStrategy
 
 __version__ = "0.1.0"
@@ -44,17 +43,20 @@ __all__ = [
     "Communication",
     "DynamicIds",
     "FSDPOptions",
+    "LaunchedRanks",
     "NormalizeRows",
     "PipelineParallelStrategy",
     "PlanLogger",
     "PlanningOptions",
     "PowerSGDOptions",
+    "PredictionWriter",
     "PrefetchOptions",
     "QuantizedComms",
     "RankMonitor",
     "ScaledLearningRate",
     "ShardingGroupOptions",
     "StageSchedule",
+    "StopOptions",
     "TableOptions",
     "Throughput",
     "TorchRecShardedStrategy",
@@ -71,16 +73,19 @@ _HOMES = {
     "Communication": "lightning_distrec.callbacks.communication",
     "DynamicIds": "lightning_distrec.callbacks.table_callbacks",
     "FSDPOptions": "lightning_distrec.strategies.fully_sharded.fsdp_options",
+    "LaunchedRanks": "lightning_distrec.cluster.environment",
     "NormalizeRows": "lightning_distrec.callbacks.table_callbacks",
     "PipelineParallelStrategy": "lightning_distrec.strategies.pipeline",
     "PlanLogger": "lightning_distrec.callbacks.table_callbacks",
     "PlanningOptions": "lightning_distrec.sharding.planning.table_options",
+    "PredictionWriter": "lightning_distrec.callbacks.prediction_writer",
     "PrefetchOptions": "lightning_distrec.prefetch.prefetcher",
     "QuantizedComms": "lightning_distrec.sharding.sharders",
     "RankMonitor": "lightning_distrec.callbacks.rank_monitor",
     "ScaledLearningRate": "lightning_distrec.callbacks.scaled_learning_rate",
     "ShardingGroupOptions": "lightning_distrec.sharding.sharding_groups",
     "StageSchedule": "lightning_distrec.callbacks.stage_schedule",
+    "StopOptions": "lightning_distrec.strategies.run.stopping",
     "TableOptions": "lightning_distrec.sharding.planning.table_options",
     "Throughput": "lightning_distrec.callbacks.throughput",
     "TorchRecShardedStrategy": "lightning_distrec.strategies.torchrec",
@@ -90,56 +95,23 @@ _HOMES = {
     "sharded_l2": "lightning_distrec.sharding.collective_reads",
 }
 
-_STRATEGIES = {
-    "torchrec_sharded": (
-        "TorchRecShardedStrategy",
-        "Embedding tables sharded over the ranks by TorchRec, other layers as under DDP",
-    ),
-    "ddp_tuned": ("TunedDDPStrategy", "DDP tuned to the module, with crash-safe checkpoints"),
-    "fsdp_tuned": ("TunedFSDPStrategy", "Parameters, gradients and optimizer state sharded over the ranks by FSDP2"),
-    "pipeline_parallel": ("PipelineParallelStrategy", "A chain of blocks split into stages over the ranks"),
-}
-
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'lightning_distrec' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(_import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted([*__all__, "__version__"])
 
 
-def _choose_environment() -> Any:
-    return import_module("lightning_distrec.cluster.environment").choose_environment()
+def _is_console() -> bool:
+    words = _sys.orig_argv[1:3]
+    return words == ["-m", __name__] or _os.path.basename(words[0] if words else "") == "lightning-distrec"
 
 
-def _is_ours(strategy: Any) -> bool:
-    return (isinstance(strategy, str) and strategy in _STRATEGIES) or getattr(strategy, "takes_launched_ranks", False)
-
-
-# At import: a Trainer chooses its cluster environment before it makes the strategy that could ask for another.
-override_environment_choice(_is_ours, _choose_environment)
-
-
-def _is_folder(path: Any) -> bool:
-    return isinstance(path, (str, Path)) and (Path(path) / "complete.json").is_file()
-
-
-def _read_folder(path: Any, with_optimizers: bool, pickles: bool) -> Any:
-    contents = import_module("lightning_distrec.checkpoint.contents")
-    return contents.read_full(Path(path), with_optimizers, pickles)
-
-
-# At import: load_from_checkpoint reads a folder without any Trainer or strategy.
-read_folders_too(_is_folder, _read_folder)
-
-
-def _make(class_name: str, **arguments: Any) -> Any:
-    return __getattr__(class_name)(**arguments)
-
-
-for _name, (_class_name, _description) in _STRATEGIES.items():
-    if _name not in StrategyRegistry:
-        StrategyRegistry.register(_name, partial(_make, _class_name), description=_description)
+# Lightning takes seconds to load, which the console's help, lists and complaints need not wait for: its commands
+# register where they need it. Children that multiprocessing spawns have another command line, and register here.
+if not _is_console():
+    _import_module("lightning_distrec.registration")

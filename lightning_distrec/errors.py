@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from importlib.util import find_spec
 
 
 class DistRecError(Exception):
@@ -14,6 +15,10 @@ class ConfigError(DistRecError, ValueError):
 
 class VersionError(DistRecError, ImportError):
     """The installed versions of torch, fbgemm and torchrec do not belong together."""
+
+
+class MissingPackageError(DistRecError, ImportError):
+    """An optional package is needed, and not installed."""
 
 
 class UnsupportedError(DistRecError):
@@ -72,3 +77,25 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
     """Return "; did you mean ...?" with those of `words` that are similar to `word`, or "."."""
     close = difflib.get_close_matches(word, list(words), n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(repr(w) for w in close)}?" if close else "."
+
+
+EXTRAS = {
+    "matplotlib": "plots",
+    "pyarrow": "parquet",
+    "safetensors": "safetensors",
+    "shtab": "completion",
+    "tensorboard": "tensorboard",
+}
+"""Optional package -> the extra of lightning-distrec that brings it."""
+
+
+def missing_package(package: str, purpose: str) -> str:
+    """Return what to install. purpose: what needs the package."""
+    extra = f", or pip install 'lightning-distrec[{EXTRAS[package]}]'" if package in EXTRAS else ""
+    return f"{purpose} needs the package {package}, which is not installed. Run pip install {package}{extra}."
+
+
+def require(package: str, purpose: str) -> None:
+    """Raise MissingPackageError where the package is not installed."""
+    if find_spec(package) is None:
+        raise MissingPackageError(missing_package(package, purpose))

@@ -45,10 +45,9 @@ def score_lines(trainer: pl.Trainer, metrics: Mapping[str, str], baselines: Base
     names = [name for name in metrics if name.startswith("val_") and name in measured]
     if not names:
         return ["Validation did not run, so the model cannot be compared with the baseline."]
+    epochs = "1 epoch" if trainer.current_epoch == 1 else f"{trainer.current_epoch} epochs"
     titles = [metrics[name].removeprefix("validation ") for name in names]
-    lines = [
-        f"{f'Validation after {trainer.current_epoch} epochs':<28}  " + "  ".join(f"{title:>8}" for title in titles)
-    ]
+    lines = [f"{f'Validation after {epochs}':<28}  " + "  ".join(f"{title:>8}" for title in titles)]
     for label, values in {"this model": measured, **baselines}.items():
         numbers = [f"{values[name]:.4f}" if name in values else "" for name in names]
         cells = (f"{number:>{max(8, len(title))}}" for number, title in zip(numbers, titles, strict=True))
@@ -80,13 +79,13 @@ def output_lines(trainer: pl.Trainer, metrics: Mapping[str, str], baselines: Bas
 
 
 def read_curves(file: Path, metrics: Mapping[str, str]) -> dict[str, list[tuple[int, float]]]:
-    """Return the (epoch, value) points of each curve; epochs are counted from 1.
+    """Return the (step, value) points of each curve; an epoch may be validated several times.
 
     file: written by CSVLogger; a row holds some of the columns and leaves the others empty.
     """
     with file.open(newline="") as rows:
         table = list(csv.DictReader(rows))
-    return {name: [(int(row["epoch"]) + 1, float(row[name])) for row in table if row.get(name)] for name in metrics}
+    return {name: [(int(row["step"]) + 1, float(row[name])) for row in table if row.get(name)] for name in metrics}
 
 
 def draw_curves(
@@ -97,13 +96,15 @@ def draw_curves(
     figure = Figure(figsize=(4 * len(metrics), 3.2), layout="constrained")
     panels = figure.subplots(1, len(metrics), squeeze=False)[0]
     for panel, (name, title) in zip(panels, metrics.items(), strict=True):
-        epochs, values = [epoch for epoch, _ in curves[name]], [value for _, value in curves[name]]
-        panel.plot(epochs, values, marker="o", markersize=4, label="model")
+        steps, values = [step for step, _ in curves[name]], [value for _, value in curves[name]]
+        panel.plot(steps, values, marker="o", markersize=4, label="model")
         for number, (label, numbers) in enumerate(baselines.items()):
             if name in numbers:
                 panel.axhline(numbers[name], linestyle="--", color=f"C{number + 1}", label=label)
-        panel.set(title=title, xlabel="epoch")
-        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+        panel.set(title=title, xlabel="step")
+        # One scale for all, on which the only point of an epoch's mean is at its end.
+        panel.set_xlim(0, 1.05 * max((step for points in curves.values() for step, _ in points), default=1))
+        panel.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
         panel.grid(alpha=0.3)
         panel.legend()
     figure.savefig(file, dpi=120)

@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_distrec.callbacks.samples import SampleCounter
 from lightning_distrec.callbacks.steps import Clocked
-from lightning_distrec.callbacks.throughput import count_samples
 
 
 class Measures(Clocked):
@@ -19,18 +19,21 @@ class Measures(Clocked):
     Args:
         folder: the folder, which all ranks share.
         warmup_steps: number of steps at the start that are not measured.
+        samples_from: as in `Throughput`.
     """
 
-    def __init__(self, folder: str, warmup_steps: int = 5) -> None:
+    def __init__(self, folder: str, warmup_steps: int = 5, samples_from: str | None = None) -> None:
         super().__init__()
         self._folder = Path(folder)
         self._warmup_steps = warmup_steps
+        self._counter = SampleCounter(samples_from)
         self._seconds: list[float] = []
         self._samples: list[int | None] = []
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # On every rank, because a step takes as long as on its slowest one.
+        self._counter.start(trainer.train_dataloader, trainer.datamodule)  # type: ignore[attr-defined]
         self.clock.start()
 
     @override
@@ -39,7 +42,7 @@ class Measures(Clocked):
     ) -> None:
         self._seconds.append(self.clock.end().seconds)
         # None where the number is unknown: the run has times all the same.
-        self._samples.append(count_samples(batch))
+        self._samples.append(self._counter.count(batch))
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -55,6 +58,7 @@ class Measures(Clocked):
             "num_ranks": trainer.world_size,
             "seconds": self._seconds[self._warmup_steps :],
             "samples": self._samples[self._warmup_steps :],
+            "problem": self._counter.problem,
             "peak_bytes": peak_bytes,
         }
         (self._folder / f"{trainer.global_rank}.json").write_text(json.dumps(measured))

@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table as TextTable
 
+from lightning_distrec.errors import missing_package
 from lightning_distrec.units import format_bytes, quantity
 
 
@@ -37,6 +38,7 @@ class BenchOptions:
     steps: int
     warmup_steps: int
     timeout_seconds: float
+    samples_from: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,8 @@ class MeasuredRun:
     """Peak memory of the rank that uses most."""
     failure: str = ""
     """Why nothing was measured."""
+    problem: str = ""
+    """Why the number of samples is unknown."""
 
 
 def run(case: Case, options: BenchOptions) -> MeasuredRun:
@@ -84,7 +88,7 @@ def arguments(case: Case, options: BenchOptions, folder: str) -> list[str]:
     """Return the command line of a run, without the program."""
     # By class_path, because the callback is constructed in the processes of the ranks.
     measures = {"class_path": "lightning_distrec.bench.measures.Measures"}
-    measures_options = {"folder": folder, "warmup_steps": options.warmup_steps}
+    measures_options = {"folder": folder, "warmup_steps": options.warmup_steps, "samples_from": options.samples_from}
     # These override the YAML: limits other than max_steps are lifted, so that all cases make the same steps.
     trainer: dict[str, object] = {
         "strategy": case.strategy,
@@ -103,7 +107,7 @@ def arguments(case: Case, options: BenchOptions, folder: str) -> list[str]:
         "callbacks": json.dumps([{**measures, "init_args": measures_options}]),
     }
     configs = [argument for config in options.configs for argument in ("--config", config)]
-    return ["fit", *configs, *(f"--trainer.{name}={value}" for name, value in trainer.items())]
+    return ["fit", "--debug", *configs, *(f"--trainer.{name}={value}" for name, value in trainer.items())]
 
 
 def summarize(ranks: Sequence[dict], devices: int, steps: int) -> MeasuredRun:
@@ -120,6 +124,7 @@ def summarize(ranks: Sequence[dict], devices: int, steps: int) -> MeasuredRun:
         step_seconds=statistics.median(seconds),
         samples_per_second=per_second,
         peak_bytes=max(rank["peak_bytes"] for rank in ranks),
+        problem=next((rank["problem"] for rank in ranks if rank["problem"]), ""),
     )
 
 
@@ -228,7 +233,7 @@ def as_json(results: Sequence[Result]) -> list[dict[str, Any]]:
     ]
 
 
-NO_MATPLOTLIB = "results.png was not drawn: matplotlib is not installed. Run pip install matplotlib, then bench again."
+NO_MATPLOTLIB = missing_package("matplotlib", "results.png")
 
 FEW_STEPS = 20
 """With fewer, one slow step moves the median."""
@@ -275,6 +280,8 @@ def print_results(results: Sequence[Result], steps: int, console: Console) -> No
 def doubts(results: Sequence[Result], steps: int) -> list[str]:
     """Return why the figures may mislead: too few steps, or an efficiency that no machine has."""
     lines = []
+    if problems := {run.problem for result in results for run in result.runs if run.problem}:
+        lines.append(f"{sorted(problems)[0]} Here: --samples-from.".replace("samples per", "Samples per", 1))
     if steps < FEW_STEPS:
         lines.append(f"A median of {quantity(steps, 'step')} says little: --steps {FEW_STEPS} or more.")
     beyond = [

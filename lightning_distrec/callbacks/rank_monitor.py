@@ -21,8 +21,8 @@ from lightning_distrec.callbacks.rank_records import (
     stragglers,
     summarize_ranks,
 )
+from lightning_distrec.callbacks.samples import SampleCounter
 from lightning_distrec.callbacks.steps import Clocked, LogTimes, log, seconds_by_span
-from lightning_distrec.callbacks.throughput import count_samples
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.units import format_ranks
 
@@ -52,7 +52,7 @@ class RankMonitor(Clocked):
         if straggler_share <= 0:
             raise ConfigError(f"RankMonitor: straggler_share={straggler_share} must be above 0.")
         self._log_times = LogTimes()
-        self._share, self._samples_from = straggler_share, samples_from
+        self._share, self._counter = straggler_share, SampleCounter(samples_from, "RankMonitor")
         self._latest, self._fit = Totals(), Totals()
         self._board: RecordBoard
         self._folder: str | None = None
@@ -65,6 +65,7 @@ class RankMonitor(Clocked):
         """Collective. Agree on the folder, and begin to measure."""
         self._latest, self._fit, self._named, self.summary = Totals(), Totals(), set(), {}
         self._log_times.start()
+        self._counter.start(trainer.train_dataloader, trainer.datamodule)  # type: ignore[attr-defined]
         self._board = RecordBoard(f"lightning_distrec/ranks/{next(_fits)}/", trainer.global_rank)
         # Every rank asks for it, although rank 0 alone writes there: the property is a collective.
         self._folder = trainer.log_dir  # Lightning broadcasts it
@@ -76,7 +77,7 @@ class RankMonitor(Clocked):
     ) -> None:
         if not self.clock.running:
             return
-        samples = count_samples(batch, self._samples_from, warn=not self._fit.steps) or 0
+        samples = self._counter.count(batch) or 0
         step = self.clock.end()
         span_seconds = seconds_by_span(step)
         for totals in (self._latest, self._fit):

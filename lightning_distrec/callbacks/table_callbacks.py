@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_distrec.callbacks.steps import LogTimes, log
-from lightning_distrec.errors import ConfigError
+from lightning_distrec.errors import ConfigError, missing_package
 
 
 class PlanLogger(Callback):
@@ -40,10 +40,7 @@ class PlanLogger(Callback):
         if "://" in folder:
             raise ConfigError(f"PlanLogger: '{folder}' is not a local folder. Set PlanLogger(path=...).")
         if importlib.util.find_spec("matplotlib") is None:
-            rank_zero_warn(
-                "PlanLogger: matplotlib is not installed, so plan.html will have no figures, and the loggers get none. "
-                "Run pip install matplotlib."
-            )
+            rank_zero_warn(missing_package("matplotlib", "PlanLogger, for figures in plan.html and the loggers,"))
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -18,7 +18,7 @@ from lightning_distrec.checkpoint.plain_state import CHUNKED, STORED, from_bytes
 from lightning_distrec.checkpoint.save import CHECKSUMS, STATE_FILE, rank_file
 from lightning_distrec.checkpoint.single_file import EXTRA, split_extra
 from lightning_distrec.checkpoint.storage import METADATA_FILE, StoredTensors, matches_checksums
-from lightning_distrec.errors import CheckpointError
+from lightning_distrec.errors import CheckpointError, require
 
 SAFETENSORS = ".safetensors"
 SAFETENSORS_TYPES = {
@@ -226,10 +226,9 @@ def _read_file(path: Path, pickles: bool) -> object:
 
 
 def _safetensors(path: Path) -> dict[str, Any]:
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise CheckpointError(f"reading {path} needs the package safetensors: pip install safetensors.") from None
+    require("safetensors", f"reading {path}")
+    from safetensors import SafetensorError, safe_open
+
     try:
         # Reads the header alone. The handles keep the file open, and read their slices later.
         file = safe_open(path, framework="pt")

@@ -24,7 +24,7 @@ from lightning_distrec.advice.dry_job import (
 )
 from lightning_distrec.advice.dry_run import DryRun, dry_run
 from lightning_distrec.advice.strategy_advice import Advice, ChosenOptions, advise, print_advice, read_options
-from lightning_distrec.callbacks.throughput import count_samples
+from lightning_distrec.callbacks.samples import SampleCounter
 from lightning_distrec.cli.command_line import EXIT_NEGATIVE, EXIT_OK, check_options, console
 from lightning_distrec.cli.lightning_cli import (
     MetaRecipeBuilder,
@@ -87,7 +87,9 @@ def _profile_first_batch(recipe: RecipeBuilder, precision: str, options: ChosenO
     """Run a step with the first training batch on the CPU. Where that fails, the profile has the reason."""
     module = recipe.model
     try:
-        batch = next(iter(training_loaders(module, recipe.datamodule)))
+        loaders = training_loaders(module, recipe.datamodule)
+        batch, counter = next(iter(loaders)), SampleCounter()
+        counter.start(loaders, recipe.datamodule)
         # No Trainer calls the hook here.
         if not recipe.on_meta:
             module.configure_model()
@@ -96,7 +98,7 @@ def _profile_first_batch(recipe: RecipeBuilder, precision: str, options: ChosenO
     except Exception as error:
         reason = describe_error(error)
         return StepProfile(notes=(f"the first batch could not be read ({reason}), so activations are left out",))
-    return profile_step(module, batch, count_samples(batch), precision, takes_times=True, layers=layers)
+    return profile_step(module, batch, counter.count(batch), precision, takes_times=True, layers=layers)
 
 
 def run_plan(options: Namespace) -> int:

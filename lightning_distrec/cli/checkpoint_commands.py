@@ -13,7 +13,7 @@ from lightning_distrec.checkpoint.tools.describe import describe, print_descript
 from lightning_distrec.checkpoint.tools.export_checkpoint import export
 from lightning_distrec.checkpoint.tools.merge import merge
 from lightning_distrec.cli.command_line import EXIT_ERROR, EXIT_OK, FOLDER_FORMATS, console, exit_on_sigterm
-from lightning_distrec.errors import ConfigError
+from lightning_distrec.errors import ConfigError, require
 
 
 def run_checkpoint(options: Namespace) -> int:
@@ -59,6 +59,7 @@ def run_export(options: Namespace) -> int:
         # For a file the total comes with the first report; for a folder it stays unknown.
         task = progress.add_task("", total=None)
         if is_folder:
+            require("safetensors", f"export --format {options.format}")
             from lightning_distrec.cli.export_recipe import export_recipe  # loads torchrec
 
             export_recipe(options, lambda count: progress.advance(task, count))

@@ -1,19 +1,21 @@
 """The command line: the options of each command, exit codes and the console. Nothing here loads torch."""
 
-import inspect
+from __future__ import annotations
+
 import signal
 import sys
 from argparse import ArgumentParser as PlainParser
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import util
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from jsonargparse import ArgumentParser, Namespace
-from rich.console import Console
+from lightning_distrec.errors import ConfigError, require
 
-from lightning_distrec.errors import ConfigError
+# These take a second to load, which --help, --version and complaints need not wait for.
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser, Namespace
+    from rich.console import Console
 
 LIGHTNING_COMMANDS = {
     "fit": "Train a module: fit --config FILE.yaml.",
@@ -34,6 +36,8 @@ PLAIN_WIDTH = 160
 
 def console() -> Console:
     """Return a console that prints brackets in names as they are, and tables in full width into pipes."""
+    from rich.console import Console
+
     width = None if sys.stdout.isatty() else PLAIN_WIDTH
     return Console(markup=False, emoji=False, highlight=False, width=width)
 
@@ -89,6 +93,7 @@ def _bench(add: Adder) -> None:
     add("--warmup", type=int, default=5, help="Run this many steps before measuring.")
     add("--rounds", type=int, default=3, help="Run each case this many times.")
     add("--timeout", type=float, default=600.0, help="Stop a run after this many seconds.")
+    add("--samples-from", type=str | None, help="Count samples in this tensor of the batch, such as label or 0.ids.")
     add("--out", type=str, default="bench", help="Write results.json and results.png to this folder.")
 
 
@@ -145,6 +150,8 @@ def _completion(add: Adder) -> None:
 
 
 def _recipes(parser: ArgumentParser) -> None:
+    from jsonargparse import ArgumentParser
+
     commands = parser.add_subcommands()
     commands.add_subcommand("list", ArgumentParser(description="Print the name of each recipe and what it does."))
     copy = ArgumentParser(description="Copy a recipe, and what it shares with others, to FOLDER/recipes.")
@@ -154,6 +161,8 @@ def _recipes(parser: ArgumentParser) -> None:
 
 
 def _checkpoint(parser: ArgumentParser) -> None:
+    from jsonargparse import ArgumentParser
+
     commands = parser.add_subcommands(title="commands", metavar="COMMAND")
     inspect = ArgumentParser(
         description="Print what a checkpoint contains, which version wrote it, and whether it is complete. "
@@ -193,6 +202,8 @@ class Command:
 
     def parser(self, name: str) -> ArgumentParser:
         """Return the parser of its command line."""
+        from jsonargparse import ArgumentParser
+
         parser = ArgumentParser(prog=f"lightning-distrec {name}", description=f"{self.help} {self.details}")
         add = parser.add_argument
         if self.config:
@@ -281,8 +292,7 @@ COMMANDS = {
 
 def run_completion(options: Namespace) -> int:
     """Run the command and return its exit code."""
-    if not util.find_spec("shtab"):
-        raise ConfigError("completion: the package shtab is not installed. Run pip install shtab.")
+    require("shtab", "completion")
     import shtab  # no dependency of ours
 
     print(shtab.complete(_full_parser(), shell=options.shell))
@@ -291,7 +301,7 @@ def run_completion(options: Namespace) -> int:
 
 def _full_parser() -> PlainParser:
     """Return one parser with all commands and options. It only lists them: each command parses its own."""
-    from lightning.pytorch import Trainer
+    from lightning_distrec.cli.preflight import trainer_arguments
 
     full = PlainParser(prog="lightning-distrec")
     full.add_argument("--version", action="store_true", help="Print versions.")
@@ -301,7 +311,7 @@ def _full_parser() -> PlainParser:
         lightning_parser = commands.add_parser(name, help=text)
         for option in ("--config", "--print_config", "--ckpt_path", "--seed_everything", "--model", "--data"):
             lightning_parser.add_argument(option)
-        for option in inspect.signature(Trainer.__init__).parameters.keys() - {"self", "kwargs"}:
+        for option in trainer_arguments():
             lightning_parser.add_argument(f"--trainer.{option}")
     for name, command in COMMANDS.items():
         # Each parser has its own --help.

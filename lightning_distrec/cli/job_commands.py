@@ -59,6 +59,7 @@ def bench(options: Namespace) -> list[Result]:
         steps=options.steps,
         warmup_steps=options.warmup,
         timeout_seconds=options.timeout,
+        samples_from=options.samples_from,
     )
     strategies, devices = parse_strategies(options.strategies), parse_devices(options.devices)
     cases = [Case(strategy, number) for strategy in strategies for number in devices]

@@ -1,87 +1,45 @@
-"""LightningCLI: `fit` and its like run it; `advise`, `plan` and `export` build a module by it, without a Trainer."""
+"""Builds the module of a YAML by LightningCLI, without a Trainer, for `advise`, `plan` and `export`."""
 
-import importlib.util
-import sys
 import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
-from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from typing_extensions import override
 
-from lightning_distrec.cli.command_line import EXIT_ERROR
-from lightning_distrec.errors import ConfigError
+from lightning_distrec import registration  # noqa: F401  YAMLs name our strategies
+from lightning_distrec.cli.parser_errors import one_sentence
+from lightning_distrec.errors import ConfigError, MissingPackageError
 from lightning_distrec.versions import find_installed, problem_with
 
-LOGGER_PACKAGES = {
-    "TensorBoardLogger": ("tensorboard", "tensorboardX"),
-    "WandbLogger": ("wandb",),
-    "MLFlowLogger": ("mlflow", "mlflow_skinny"),
-    "CometLogger": ("comet_ml",),
-    "NeptuneLogger": ("neptune",),
-}
-"""Lightning's loggers -> the packages of which they need one."""
 
+class OneBlockParser(LightningArgumentParser):
+    """A parser that raises ConfigError with one sentence in place of jsonargparse's usage and lists of types.
 
-class FitCLI(LightningCLI):
-    """A LightningCLI that looks for the loggers' packages before it builds anything."""
+    configs, classes: what `one_sentence` gets.
+    """
 
-    def before_instantiate_classes(self) -> None:
-        """End with one line if a logger's package is missing: jsonargparse hides the reason in a long traceback."""
-        if problem := missing_logger(self.config[self.subcommand].trainer.logger):
-            print(f"lightning-distrec: {problem}", file=sys.stderr)
-            raise SystemExit(EXIT_ERROR)
+    def __init__(
+        self, *args: Any, configs: Sequence[str] = (), classes: Mapping[str, str] | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._configs, self._classes = configs, classes
 
-    def instantiate_classes(self) -> None:
-        """Build the module with tables without rows where its strategy makes them by ranks."""
-        with tables_context(self.config[self.subcommand].trainer.strategy):
-            super().instantiate_classes()
-
-
-def tables_context(strategy: Any) -> AbstractContextManager[None]:
-    name = strategy if isinstance(strategy, str) else getattr(strategy, "class_path", "")
-    if name.rpartition(".")[2] not in ("torchrec_sharded", "TorchRecShardedStrategy"):
-        return nullcontext()
-    from lightning_distrec.sharding.meta_tables import meta_tables  # torchrec loads where it is needed only
-
-    options = getattr(strategy, "init_args", None) or Namespace()
-    return meta_tables(options.get("convert_embeddings", "auto"), options.get("min_rows", 100_000))
-
-
-def missing_logger(logger: Any) -> str:
-    """Return what is wrong with `trainer.logger`, as parsed: one, a list of them, a bool or None; "" if nothing is."""
-    for config in logger if isinstance(logger, list) else [logger]:
-        name = getattr(config, "class_path", "").rpartition(".")[2]
-        packages = LOGGER_PACKAGES.get(name, ())
-        if packages and not any(importlib.util.find_spec(package) for package in packages):
-            return (
-                f"trainer.logger: {name} needs the package {packages[0]}, which is not installed. "
-                f"Run pip install {packages[0]}, or set another logger, such as CSVLogger."
-            )
-    return ""
-
-
-def run_lightning(args: Sequence[str]) -> None:
-    """Run a LightningCLI; options can come from the environment too (PL_FIT__TRAINER__MAX_EPOCHS and so on)."""
-    try:
-        FitCLI(
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            # Lightning refuses to write its config twice into one folder; running a recipe twice must work.
-            save_config_kwargs={"overwrite": True},
-            parser_kwargs={"default_env": True},
-            args=None if list(args) == sys.argv[1:] else list(args),  # Lightning warns if it gets args and sys.argv
-        )
-    except SystemExit as end:
-        # A class_path whose module imports torchrec is refused as a wrong value, without what to install.
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        # Parsers that jsonargparse makes for the arguments of a class; it adds the class to what they raise.
+        if not self.exit_on_error:
+            super().error(message, ex)
         installed = find_installed()
-        if end.code == EXIT_ERROR and (not installed.torchrec or not installed.fbgemms):
-            print(f"lightning-distrec: {problem_with(installed)}", file=sys.stderr)
-        raise
+        # A class_path whose module imports torchrec is refused as a wrong value, without what to install.
+        if not installed.torchrec or not installed.fbgemms:
+            raise MissingPackageError(str(problem_with(installed))) from ex
+        raise ConfigError(one_sentence(message, self._configs, self._classes)) from ex
 
 
 class RecipeBuilder(LightningCLI):
@@ -120,7 +78,7 @@ Builder = TypeVar("Builder", bound=RecipeBuilder)
 
 
 def build_recipe(configs: Sequence[str], builder: type[Builder]) -> Builder:
-    """Return a builder that has built what the YAML files describe. Raises SystemExit: LightningCLI rejects them."""
+    """Return a builder that has built what the YAML files describe. Raises ConfigError: they are rejected."""
     arguments = [argument for config in configs for argument in ("--config", config)]
     with warnings.catch_warnings():
         # It warns of arguments next to those of sys.argv, which are another command's here.
@@ -131,6 +89,7 @@ def build_recipe(configs: Sequence[str], builder: type[Builder]) -> Builder:
             # Nothing runs that a saved config would describe.
             save_config_callback=None,
             parser_kwargs={"default_env": True},
+            parser_class=partial(OneBlockParser, configs=configs),  # type: ignore[arg-type]  # it is only called
             args=["fit", *arguments],
         )
 

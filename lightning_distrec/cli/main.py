@@ -10,8 +10,9 @@ from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
+from lightning_distrec.cli import preflight
 from lightning_distrec.cli.command_line import COMMANDS, EXIT_ERROR, LIGHTNING_COMMANDS
-from lightning_distrec.errors import DistRecError, did_you_mean
+from lightning_distrec.errors import ConfigError, DistRecError, did_you_mean
 from lightning_distrec.versions import find_installed, problem_with
 
 
@@ -23,8 +24,7 @@ def main(args: Sequence[str] | None = None) -> int:
     args = sys.argv[1:] if args is None else list(args)
     _make_working_directory_importable()
     if _is_for_lightning(args):
-        import_module("lightning_distrec.cli.lightning_cli").run_lightning(args)
-        return 0
+        return _run_lightning(args)
     name = _find_command(args)
     options = COMMANDS[name].parser(name).parse_args(args[1:])
     try:
@@ -34,11 +34,35 @@ def main(args: Sequence[str] | None = None) -> int:
         return code
     # All others are bugs, or of the user's code: they keep their traceback.
     except (DistRecError, OSError) as error:
-        print(f"lightning-distrec: {error}", file=sys.stderr)
-        return EXIT_ERROR
+        return _complain(error)
     except KeyboardInterrupt:
         # As a shell reports a process that ended by the signal.
         return 128 + signal.SIGINT
+
+
+def _run_lightning(args: list[str]) -> int:
+    """Run one of Lightning's commands; an error of ours is its sentence, on one rank, unless --debug asks for more."""
+    args, debug = [argument for argument in args if argument != "--debug"], "--debug" in args
+    try:
+        args, options = preflight.checked_arguments(args)
+        fit_cli = import_module("lightning_distrec.cli.fit_cli")
+    except ConfigError as error:
+        if debug:
+            raise
+        return _complain(error)
+    try:
+        fit_cli.run_lightning(args, options)
+    except DistRecError as error:
+        if debug:
+            raise
+        fit_cli.leave_after_failure()
+        return _complain(error) if fit_cli.speaks(error) else EXIT_ERROR
+    return 0
+
+
+def _complain(error: Exception) -> int:
+    print(f"lightning-distrec: {error}", file=sys.stderr, flush=True)
+    return EXIT_ERROR
 
 
 def _is_for_lightning(args: Sequence[str]) -> bool:

@@ -6,21 +6,28 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
-from jsonargparse import Namespace
-from rich.table import Table as TextTable
 
 from lightning_distrec.cli.command_line import EXIT_OK, console
 from lightning_distrec.errors import ConfigError, did_you_mean
+from lightning_distrec.strategy_names import short_name
+
+if TYPE_CHECKING:
+    from jsonargparse import Namespace
 
 PACKAGE = Path(__file__).parents[1]
 USED = re.compile(r"\brecipes\.(\w+)")
 """Another part of the folder that a file names, in an import or a class_path."""
+LINK = re.compile(r"\[([^\]]+)\]\(\.\./\.\./(docs/[^)#]+)[^)]*\)")
+"""A link of a recipe's README to the documentation, which is not beside a copy."""
+STRATEGIES = "strategies"
+"""YAML files that READMEs put after a recipe's."""
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc")
 
 
-def run_recipes(options: Namespace) -> int:
+def run_recipes(options: "Namespace") -> int:
     """Run the command and return its exit code."""
     folder = recipes_folder()
     if options.subcommand == "list":
@@ -59,6 +66,8 @@ def find_parts(folder: Path, name: str) -> list[str]:
 
 
 def _print_list(folder: Path) -> None:
+    from rich.table import Table as TextTable
+
     text = TextTable(title="Copy one: lightning-distrec recipes copy NAME", title_justify="left")
     for heading in ("recipe", "strategy", "what it does"):
         text.add_column(heading)
@@ -71,7 +80,7 @@ def _print_list(folder: Path) -> None:
 
 def _strategy(file: Path) -> str:
     strategy = yaml.safe_load(file.read_text("utf-8"))["trainer"]["strategy"]
-    return strategy if isinstance(strategy, str) else strategy["class_path"].rpartition(".")[2]
+    return short_name(strategy if isinstance(strategy, str) else strategy["class_path"])
 
 
 def _copy(folder: Path, name: str, into: Path) -> None:
@@ -84,7 +93,7 @@ def _copy(folder: Path, name: str, into: Path) -> None:
     if (target / name).exists():
         raise ConfigError(f"recipes copy {name}: {target / name} exists already. Remove it, or set --into FOLDER.")
     target.mkdir(parents=True, exist_ok=True)
-    for part in ["__init__.py", *find_parts(folder, name)]:
+    for part in ["__init__.py", STRATEGIES, *find_parts(folder, name)]:
         # What several recipes share may have been changed since an earlier copy.
         if (target / part).exists():
             if changed := sorted(_changed_files(folder / part, target / part)):
@@ -93,6 +102,9 @@ def _copy(folder: Path, name: str, into: Path) -> None:
             shutil.copytree(folder / part, target / part, ignore=LEFT_OUT)
         else:
             shutil.copyfile(folder / part, target / part)
+    for readme in target.glob("*/README.md"):
+        text = readme.read_text("utf-8")
+        readme.write_text(LINK.sub(r"\1 (lightning_distrec: \2)", text), "utf-8")
     print(f"Copied to {target / name}. Read its README.md, or run it{'' if into == Path() else f' in {into}'}:")
     print(f"  lightning-distrec fit --config recipes/{name}/cpu.yaml")
 

@@ -20,9 +20,12 @@ FAILED, ENDED, HAS_BATCH = 0, 1, 2
 """What a loader gives when it is asked for a batch; the minimum over ranks decides."""
 
 
-def even(loader: Any, ranks: Ranks, mode: UnevenInputs, warn: Callable[[str], None]) -> Any:
+def even(
+    loader: Any, ranks: Ranks, mode: UnevenInputs, warn: Callable[[str], None], drops_repeats: bool = False
+) -> Any:
     """Collective. Return a loader that gives the same number of batches on every rank, `loader` itself if it does.
 
+    drops_repeats: repeated examples are dropped by whoever takes the batches: ranks with fewer repeat their last one.
     Raises DataError on every rank: the lengths differ and mode is "error"; a rank has no batch at all.
     """
     if ranks.num_ranks == 1:
@@ -43,6 +46,8 @@ def even(loader: Any, ranks: Ranks, mode: UnevenInputs, warn: Callable[[str], No
         raise DataError(f"{text}, and uneven_inputs='error'. Give each rank as many, or set uneven_inputs='stop'.")
     if min(sizes) == 0:
         raise DataError(f"{text}: none that all of them have. Give every rank at least one batch.")
+    if drops_repeats:
+        return RepeatingLoader(loader, max(sizes))
     warn(f"{text}; all stop after {min(sizes)} (uneven_inputs='stop').")
     return ShortenedLoader(loader, min(sizes))
 
@@ -86,6 +91,29 @@ class ShortenedLoader(Wrapper):
 
     def __iter__(self) -> Iterator[Any]:
         return islice(iter(self._loader), self.length)
+
+
+class RepeatingLoader(Wrapper):
+    """All batches of a sized loader, and then its last one again, until `length`."""
+
+    def __init__(self, loader: Any, length: int) -> None:
+        super().__init__(loader)
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[Any]:
+        count, batch = 0, None
+        for batch in self._loader:
+            yield batch
+            count += 1
+        # Where Lightning looks up which examples a batch has.
+        seen = getattr(getattr(self._loader, "batch_sampler", None), "seen_batch_indices", None)
+        for _ in range(self.length - count):
+            if seen:
+                seen.append(seen[-1])
+            yield batch
 
 
 @dataclass(frozen=True)

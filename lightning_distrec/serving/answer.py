@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+
+try:
+    from safetensors.torch import load_file
+except ImportError:
+    if __name__ != "__main__":
+        raise
+    sys.exit("serve.py needs the package safetensors, which is not installed. Run pip install safetensors.")
 
 HERE = Path(__file__).resolve().parent
 
@@ -39,8 +45,29 @@ class Server:
             raise ValueError(f"the request lacks {sorted(missing)}")
         # The program refuses keys that it was not exported with, and a request may have more.
         order = {name: inputs[name] for name in self.about["inputs"]}
-        with torch.no_grad():
-            return self.program(self.tables, order)
+        self._check_sizes(order)
+        try:
+            with torch.no_grad():
+                return self.program(self.tables, order)
+        except AssertionError as error:  # torch.export's guards on sizes
+            raise ValueError(f"the inputs do not fit each other: {str(error).splitlines()[0]}") from error
+        except (IndexError, RuntimeError) as error:
+            if "out of range" not in str(error):
+                raise
+            largest = {name: int(ids.max()) for name, ids in order.items() if not ids.is_floating_point() and len(ids)}
+            ids = ", ".join(f"{number} in '{name}'" for name, number in largest.items())
+            raise ValueError(f"an id has no row in its table; the largest are {ids}") from error
+
+    def _check_sizes(self, inputs: dict[str, torch.Tensor]) -> None:
+        """Raise ValueError where inputs that have one row for each example have unequal numbers of rows."""
+        sizes: dict[str, dict[str, int]] = {}
+        for name, tensor in inputs.items():
+            if size := self.about["inputs"][name]["size"]:
+                sizes.setdefault(size, {})[name] = len(tensor)
+        for lengths in sizes.values():
+            if len(set(lengths.values())) > 1:
+                listed = ", ".join(f"{length} in '{name}'" for name, length in lengths.items())
+                raise ValueError(f"inputs must have as many rows as each other, and there are {listed}")
 
     def answer_plain(self, request: dict[str, Any]) -> Any:
         """Return the answer as lists and dicts. request: lists by name."""
@@ -52,7 +79,11 @@ class Server:
         for name, values in request.items():
             # Lists without examples do not show their inner sizes; these come from the export.
             item_shape = inputs_by_name[name]["shape"][1:]
-            values = torch.tensor(values, dtype=getattr(torch, inputs_by_name[name]["dtype"]))
+            dtype = inputs_by_name[name]["dtype"]
+            try:
+                values = torch.tensor(values, dtype=getattr(torch, dtype))
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise ValueError(f"'{name}' must be lists of {dtype} in equal lengths: {error}") from error
             inputs[name] = values.reshape(-1, *item_shape) if None not in item_shape and item_shape else values
         return plain(self.answer(inputs))
 
@@ -95,4 +126,7 @@ if __name__ == "__main__":
         print(f"largest difference from the trained module: {difference:.3g} ({allowed:.3g} when it was exported)")
     else:
         request = Path(sys.argv[1]) if sys.argv[1:] else HERE / "request.json"
-        print(json.dumps(Server().answer_plain(json.loads(request.read_text()))))
+        try:
+            print(json.dumps(Server().answer_plain(json.loads(request.read_text()))))
+        except (OSError, ValueError) as error:
+            sys.exit(f"serve.py: {request}: {error}.")

@@ -8,7 +8,6 @@ serve.py         answers requests: answer.py
 """
 
 import contextlib
-import importlib.util
 import json
 import os
 import shutil
@@ -27,9 +26,16 @@ from lightning_distrec.atomic_files import fsync
 from lightning_distrec.checkpoint.lazy_tensors import as_lazy, materialized
 from lightning_distrec.checkpoint.tools.export_checkpoint import write_safetensors
 from lightning_distrec.chunks import num_bytes
-from lightning_distrec.errors import CheckpointError, ConfigError
+from lightning_distrec.errors import CheckpointError, ConfigError, require
 from lightning_distrec.serving import answer
-from lightning_distrec.serving.program import Program, export_program, free_sizes, needed_packages, tensors_of
+from lightning_distrec.serving.program import (
+    Program,
+    export_program,
+    first_sizes,
+    free_sizes,
+    needed_packages,
+    tensors_of,
+)
 from lightning_distrec.serving.tables import QuantizedTensor, find_rows, lookups_of, quantize_lookups
 
 TABLES, PROGRAM, ABOUT, SCRIPT = "tables.safetensors", "program.pt2", "serving.json", "serve.py"
@@ -80,8 +86,7 @@ def export_for_serving(
     """
     if bits not in (None, 8, 4):
         raise ConfigError(f"bits={bits}: must be 8 or 4.")
-    if importlib.util.find_spec("safetensors") is None:
-        raise ConfigError("export for serving needs safetensors: pip install 'lightning-distrec[safetensors]'.")
+    require("safetensors", "export for serving")
     state = module.state_dict() if state is None else state
     module = _with_dense_weights(module, state)
     names = [f"{path}.weight" for path, _ in lookups_of(module)]
@@ -144,7 +149,8 @@ def _write(
     shapes = free_sizes(program, inputs)
     needs = needed_packages(program)
     types = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in inputs.items()}
-    described = {name: {"dtype": types[name], "shape": shapes[name]} for name in inputs}
+    sizes = first_sizes(program, inputs)
+    described = {name: {"dtype": types[name], "shape": shapes[name], "size": sizes[name]} for name in inputs}
     about: dict[str, Any] = {"of": type(module).__name__, "inputs": described, "needs": needs, "bits": bits}
     _write_json(folder / ABOUT, about)
     outputs = answer.leaves(expected)
@@ -160,7 +166,7 @@ def _write(
     request, fixed = tensors_of(batch if first_request is None else first_request), False
     try:
         server.answer(request)
-    except (RuntimeError, AssertionError):  # torch.export's guards on a size that predict_step has made a number
+    except (RuntimeError, ValueError):  # torch.export's guards on a size that predict_step has made a number
         request, fixed = inputs, True
     _write_json(folder / REQUEST, {name: request[name].tolist() for name in inputs})
     differences, differs = _differences(answers, outputs)
@@ -209,6 +215,7 @@ def _new_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
         new.mkdir()
         yield new
         for file in new.iterdir():
+            file.chmod(new.stat().st_mode & 0o666)  # libraries write files for their user alone
             fsync(file)
         fsync(new)
         if folder.exists():

@@ -35,6 +35,7 @@ from lightning_distrec.strategies.fully_sharded.shard_blocks import shard_module
 from lightning_distrec.strategies.fully_sharded.shards import replace_parameters
 from lightning_distrec.strategies.run.lightning_callbacks import adapt_callbacks
 from lightning_distrec.strategies.run.precision import clip_over_all_ranks, output_dtype, skip_overflows_on_all_ranks
+from lightning_distrec.strategies.run.process_runs import PROCESS
 from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.tables.mapped_tables import NotedIds
 from lightning_distrec.strategies.tables.prefetching import Prefetching
@@ -50,6 +51,7 @@ class NoTables:
     """In the place of a RunTables: the module has no tables, and trains as under DDP."""
 
     user_step = NOTHING
+    lookups = ()
 
     def begin_step(self) -> None:
         """Do nothing, nor at the other places in a step."""
@@ -98,6 +100,8 @@ class TorchRecRun(Run):
                 self.tables.synchronize()
         finally:
             super().end()
+            for lookup in self.tables.lookups:
+                lookup.meet_ranks = PROCESS.calls_outside.meet
 
     def shard_names(self) -> list[str]:
         """Return the names of all parameters and buffers of the modules that hold tables' shards."""

@@ -1,5 +1,6 @@
 """Lightning's loops call the same hooks, with the same arguments and under the same names, at less Python."""
 
+import inspect
 import logging
 from contextlib import nullcontext
 from typing import Any
@@ -112,3 +113,11 @@ def test_another_trainer_and_a_trainer_after_its_undo_are_lightning_s() -> None:
     assert call._call_callback_hooks is hook
     assert not any(name.startswith("_calls_hooks") for name in vars(first))
     assert "_build_kwargs" not in vars(first.fit_loop.epoch_loop)
+
+
+def test_lightnings_command_line_reads_checkpoints_in_the_method_that_is_replaced() -> None:
+    from lightning.pytorch.cli import LightningCLI
+
+    source = inspect.getsource(LightningCLI._parse_ckpt_path)
+    assert "hyper_parameters" in source
+    assert "self._parse_ckpt_path()" in inspect.getsource(LightningCLI.__init__)

@@ -51,6 +51,8 @@ MAY_IMPORT = {
     "atomic_files": set(),
     "own_operations": set(),
     "late_weights": set(),
+    "strategy_names": set(),
+    "registration": {"_compat", "strategy_names"},
     "_compat": {"errors", "versions"},
     "optimizers": GROUND,
     "prefetch": GROUND,
@@ -86,7 +88,10 @@ MAY_IMPORT = {
     "advice": BELOW_STRATEGIES | STRATEGIES,
     "serving": BELOW_STRATEGIES,
     "bench": GROUND | {"callbacks"},  # strategies are names to it: it starts processes
-    "cli": BELOW_STRATEGIES | STRATEGIES | {"callbacks", "advice", "bench", "serving", "__init__"},
+    "cli": BELOW_STRATEGIES
+    | STRATEGIES
+    | {"callbacks", "advice", "bench", "serving", "__init__"}
+    | {"registration", "strategy_names"},
     "__main__": {"cli"},
     "__init__": BELOW_STRATEGIES | STRATEGIES | {"callbacks"},
 }

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import lightning_distrec
+from lightning_distrec.strategy_names import STRATEGIES
 from tests.support.environments import environment
 from tests.support.parameters import slow_except
 
@@ -23,6 +24,10 @@ def test_the_public_names_are_sorted_and_each_is_there_once():
     assert names == sorted(set(names))
 
 
+def test_dir_shows_public_names_only():
+    assert dir(lightning_distrec) == sorted([*lightning_distrec.__all__, "__version__"])
+
+
 @pytest.mark.parametrize("name", lightning_distrec.__all__)
 def test_every_public_name_resolves(name):
     assert getattr(lightning_distrec, name) is not None
@@ -33,11 +38,11 @@ def test_importing_the_package_registers_its_strategies_and_imports_neither_torc
         "import lightning_distrec, sys\n"
         "print({'torchrec', 'fbgemm_gpu'} & set(sys.modules))\n"
         "from lightning.pytorch.strategies import StrategyRegistry\n"
-        "print(sorted(set(StrategyRegistry.available_strategies()) & set(lightning_distrec._STRATEGIES)))"
+        "print(sorted(set(StrategyRegistry.available_strategies()) & set(lightning_distrec.strategy_names.STRATEGIES)))"
     )
     loaded, registered = run_python(code).splitlines()
     assert loaded == "set()"
-    assert registered == str(sorted(lightning_distrec._STRATEGIES))
+    assert registered == str(sorted(STRATEGIES))
 
 
 @pytest.mark.parametrize("strategy", slow_except(["fsdp_tuned"], ["ddp_tuned", "fsdp_tuned"]))

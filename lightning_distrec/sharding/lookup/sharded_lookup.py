@@ -47,6 +47,8 @@ class ShardedLookup:
         self.setup, self.path = setup, setup.path
         self.on_rows_arrived: Callable[[LookupRequest], None] | None = None
         """Called when the rows of a lookup have arrived; prefetching sets it for the time of its run."""
+        self.meet_ranks: Callable[[str], None] | None = None
+        """Called before a call that is outside of a run, which other ranks may not make."""
         self.update_watch: Any = None
         """Watches steps of tables that are updated inside of backward, under manual optimization; or None."""
         tables, uses = setup.tables, setup.uses
@@ -75,8 +77,10 @@ class ShardedLookup:
 
         Raises on every rank what one rank cannot look up: ShardingError where a feature is missing, or a frozen table
         passes weights no gradient; IdsError where an id is out of its table's range, or lengths, weights, inverse
-        indices or types do not fit; or what `make_features` raises.
+        indices or types do not fit; or what `make_features` raises. Outside of runs ShardingError where not all call.
         """
+        if self.meet_ranks is not None:
+            self.meet_ranks(self.path)
         with OWN:
             try:
                 request = self.prepare(make_features())

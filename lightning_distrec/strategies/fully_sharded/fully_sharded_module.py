@@ -3,7 +3,9 @@
 import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_distrec._compat.torch import version_of
 from lightning_distrec._compat.torch_distributed import (
@@ -30,6 +33,7 @@ from lightning_distrec.strategies.data_parallel.replicated_layers import (
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fully_sharded.shard_blocks import modules_in_step
 from lightning_distrec.strategies.fully_sharded.shards import draw_full, fsdp_modules, zero_unreduced_too
+from lightning_distrec.strategies.run.process_runs import PROCESS
 
 
 class FullyShardedModule(ReplicatedLayers):
@@ -49,6 +53,8 @@ class FullyShardedModule(ReplicatedLayers):
         self._broadcasts_buffers = self._syncs_gradients = True
         self._undo = ExitStack()
         self._undo.callback(self.activations.undo)
+        for handle in _hooks_outside.pop(module, ()):
+            handle.remove()
         if any(p.device.type == "cpu" for p in module.parameters() if isinstance(p, DTensor)):
             self._undo.callback(draw_dtensors_with(draw_full))
 
@@ -148,6 +154,20 @@ class FullyShardedModule(ReplicatedLayers):
         self._buffers = None
         self._undo.close()
         self.reshard()
+        _hooks_outside[self._module] = [
+            # Before FSDP2's own hook, which gathers the block's weights.
+            block.register_forward_pre_hook(partial(_meet_ranks, path or type(block).__name__), prepend=True)
+            for path, block in self._module.named_modules()
+            if isinstance(block, FSDPModule)
+        ]
+
+
+_hooks_outside: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
+"""Module -> what meets the other ranks when its blocks are called between runs."""
+
+
+def _meet_ranks(path: str, *_: Any) -> None:
+    PROCESS.calls_outside.meet(path)
 
 
 @contextmanager

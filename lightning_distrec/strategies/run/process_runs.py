@@ -25,9 +25,9 @@ from lightning_distrec.cluster.introduction import LOOPBACK, listen_at
 from lightning_distrec.cluster.rendezvous import MeetingPoint
 from lightning_distrec.cluster.watchdog import Watchdog
 from lightning_distrec.cluster.watchdog_monitor import Settings
+from lightning_distrec.strategies.run.calls_outside import FAREWELL, CallsOutside
 
 FAREWELL_SECONDS = 10.0
-FAREWELL = "farewell"
 
 
 class ProcessRuns:
@@ -35,6 +35,7 @@ class ProcessRuns:
 
     def __init__(self) -> None:
         self.watchdog: Watchdog | None = None
+        self.calls_outside = CallsOutside()
         self.has_failed = False
         """Whether a run has failed: other ranks may be gone, so that the exit must not wait for them."""
         self._trainer: Trainer | None = None

@@ -181,6 +181,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
 
     @override
     def setup_environment(self) -> None:
+        PROCESS.calls_outside.begin_run(self._wait)
         super().setup_environment()
         seconds = self._wait.total_seconds()
         self._session = start_session(self.module, self._checkpoint_options, seconds, earlier=self._session)
@@ -233,8 +234,11 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
     def process_dataloader(self, dataloader: object) -> object:
         if self._session is None:  # a loop was asked for its data outside of a run: there are no others to agree with
             return dataloader
-        loader = even(dataloader, self.session.consensus, self._uneven_inputs, rank_zero_warn)
-        is_training = self.module.trainer.training
+        trainer = self.module.trainer
+        callbacks = trainer.callbacks if trainer.predicting else []  # type: ignore[attr-defined]
+        drops = any(getattr(callback, "drops_repeats", False) for callback in callbacks)
+        loader = even(dataloader, self.session.consensus, self._uneven_inputs, rank_zero_warn, drops)
+        is_training = trainer.training
         return self.session.checkpoints.positions.keep(loader) if is_training else loader
 
     def before_training_step(self) -> AnyRun:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_distrec import Communication
 from lightning_distrec.callbacks.sent_bytes import DENSE_GRADIENTS
 from lightning_distrec.cli import main as cli
-from lightning_distrec.cli.lightning_cli import run_lightning
+from lightning_distrec.cli.main import main
 from lightning_distrec.sharding.planning.plan_file import load_plan, plan_text
 from lightning_distrec.sharding.planning.traffic import IDS, ROW_GRADIENTS, ROWS, TRAFFIC_KINDS
 from tests.multiprocess.sharding.test_traffic import AGREED, BAGS, EXAMPLES, FEATURES, STEPS, UNUSED, _batch
@@ -128,7 +128,7 @@ def fitted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Each job's YAML, after two ranks have trained it, each with its plan and what was sent beside it."""
     jobs = _jobs(tmp_path_factory.mktemp("jobs"))
     assert tuple(jobs) == NAMES
-    fits = {name: (run_lightning, ["fit", "--config", str(file)]) for name, file in jobs.items()}
+    fits = {name: (main, ["fit", "--debug", "--config", str(file)]) for name, file in jobs.items()}
     run_each_on_ranks(fits, 2)
     return jobs
 

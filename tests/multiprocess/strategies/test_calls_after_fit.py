@@ -4,12 +4,16 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
+from lightning_distrec import TorchRecShardedStrategy, TunedFSDPStrategy
+from lightning_distrec.errors import ShardingError
 from tests.support.click_model import seeded
 from tests.support.embedding_models import TwoTower, loader, pairs, train_unsharded
-from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
-from tests.support.trainers import make_trainer
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_ranks
+from tests.support.trainers import DEFAULTS, make_trainer
 
 STEPS = 6
 
@@ -65,3 +69,36 @@ def test_a_trained_module_is_called_outside_of_the_trainer(num_ranks: int) -> No
         for rank, expected in enumerate(_wanted(kind, num_ranks)):
             for label, values in expected.items():
                 torch.testing.assert_close(actual[rank][name][label], values, atol=1e-5, rtol=0, msg=f"{name}: {label}")
+
+
+def _call_on_rank_0(strategy: type[DDPStrategy], options: dict[str, Any]) -> list[str]:
+    """Return what a call on rank 0 alone says while the other rank fits again, and then has ended; "" elsewhere."""
+    rank, _ = rank_and_num_ranks()
+    model, batches = seeded(TwoTower), loader([pairs(step, rank) for step in range(2)])
+    Trainer(strategy=strategy(**options), devices=2, **DEFAULTS).fit(model, batches)
+    users, items = pairs(STEPS, rank)
+    model(users, items)  # on every rank it is a lookup like others
+    said = []
+    if rank == 0:
+        with pytest.raises(ShardingError) as refused:
+            model(users, items)
+        said.append(str(refused.value))
+    Trainer(strategy=strategy(**options), devices=2, **DEFAULTS).fit(model, batches)
+    if rank == 0:
+        with pytest.raises(ShardingError) as refused:
+            model(users, items)
+        said.append(str(refused.value))
+    return said
+
+
+def test_a_call_on_one_rank_alone_is_refused_with_two_ways_out() -> None:
+    cases = {
+        "tables": (_call_on_rank_0, TorchRecShardedStrategy, {"convert_embeddings": "all"}),
+        "fsdp": (_call_on_rank_0, TunedFSDPStrategy, {}),
+    }
+    for name, case in cases.items():
+        said = run_on_ranks(case[0], 2, *case[1:])[0]
+        assert "was called after the run on 1 of 2 ranks; others have begun another run." in said[0], name
+        assert "others have reached the end of their program" in said[1], name
+        for words in ("Call it on every rank", "or call trainer.strategy.unshard() on every rank first"):
+            assert words in said[0], name

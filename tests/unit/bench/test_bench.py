@@ -87,29 +87,32 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
 
 def test_a_step_is_as_long_as_on_its_slowest_rank() -> None:
     ranks = [
-        {"seconds": [0.1, 0.2, 0.3], "samples": [8, 8, 8], "peak_bytes": 5},
-        {"seconds": [0.2, 0.1, 0.4], "samples": [8, 8, 4], "peak_bytes": 7},
+        {"seconds": [0.1, 0.2, 0.3], "samples": [8, 8, 8], "peak_bytes": 5, "problem": ""},
+        {"seconds": [0.2, 0.1, 0.4], "samples": [8, 8, 4], "peak_bytes": 7, "problem": ""},
     ]
     actual = summarize(ranks, 2, 3)
     assert (actual.step_seconds, actual.peak_bytes) == (0.2, 7)
     assert actual.samples_per_second == pytest.approx(44 / 3 / 0.2)
     assert summarize(ranks, 3, 3).failure == "2 of 3 ranks wrote measurements"
-    assert summarize([{"seconds": [], "samples": [], "peak_bytes": 1}], 1, 3).failure == (
+    assert summarize([{"seconds": [], "samples": [], "peak_bytes": 1, "problem": ""}], 1, 3).failure == (
         "the data ended before 3 steps were measured"
     )
-    assert summarize([{"seconds": [1.0], "samples": [None], "peak_bytes": 1}], 1, 3).samples_per_second is None
+    assert (
+        summarize([{"seconds": [1.0], "samples": [None], "peak_bytes": 1, "problem": ""}], 1, 3).samples_per_second
+        is None
+    )
 
 
 def test_a_run_is_a_fit_without_checkpoints_loggers_and_callbacks() -> None:
     inputs = arguments(TWO, OPTIONS, "folder")
-    assert inputs[:5] == ["fit", "--config", "a.yaml", "--config", "b.yaml"]
+    assert inputs[:6] == ["fit", "--debug", "--config", "a.yaml", "--config", "b.yaml"]
     for option in ("strategy=ddp_tuned", "devices=2", "max_steps=35", "logger=false", "enable_checkpointing=false"):
         assert f"--trainer.{option}" in inputs
     (callbacks,) = (part.partition("=")[2] for part in inputs if part.startswith("--trainer.callbacks="))
     assert json.loads(callbacks) == [
         {
             "class_path": "lightning_distrec.bench.measures.Measures",
-            "init_args": {"folder": "folder", "warmup_steps": 5},
+            "init_args": {"folder": "folder", "warmup_steps": 5, "samples_from": None},
         }
     ]
 
@@ -189,3 +192,9 @@ def test_too_few_steps_and_impossible_efficiency_are_doubted() -> None:
         "Efficiency above 110%: ddp_tuned on 2 (121%). Something slowed down the run on the fewest devices, such as "
         "another program. Measure again with more --steps and --rounds.",
     ]
+
+
+def test_an_unknown_number_of_samples_is_a_line_that_names_the_option() -> None:
+    problem = "samples per second are not measured: the batch (a str) contains no tensor. Set samples_from to a tensor."
+    run = summarize([{"seconds": [1.0] * 20, "samples": [None] * 20, "peak_bytes": 1, "problem": problem}], 1, 20)
+    assert doubts([Result(ONE, [run])], 20) == [f"S{problem[1:]} Here: --samples-from."]

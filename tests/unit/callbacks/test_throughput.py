@@ -14,12 +14,13 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 from torchrec import KeyedJaggedTensor
 
 from lightning_distrec import Communication, Throughput, spans
 from lightning_distrec.callbacks import steps, throughput
-from lightning_distrec.callbacks.throughput import count_samples, format_count
+from lightning_distrec.callbacks.samples import SampleCounter
+from lightning_distrec.callbacks.throughput import format_count
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.spans import BACKWARD, FORWARD, WAIT_DATA, WAIT_OUTPUT_DIST, emit, span
 
@@ -192,6 +193,7 @@ def jagged(samples: int) -> KeyedJaggedTensor:
         (torch.ones(4, 2), None, 4),
         ((torch.ones(4, 2), torch.ones(4)), None, 4),
         ({"weight": torch.tensor(1.0), "x": [torch.ones(4)]}, None, 4),
+        ({"ids": torch.ones(9), "label": torch.ones(4)}, None, None),
         ({"dense": torch.ones(9), "ids": jagged(4)}, None, 4),
         (Clicks(jagged(4), torch.ones(4)), None, 4),
         ({"values": torch.ones(9), "label": torch.ones(4)}, "label", 4),
@@ -201,7 +203,7 @@ def jagged(samples: int) -> KeyedJaggedTensor:
     ],
 )
 def test_samples_of_a_batch_are_counted(batch: Any, path: str | None, samples: int | None) -> None:
-    assert count_samples(batch, path) == samples
+    assert SampleCounter(path).count(batch) == samples
 
 
 def test_a_batch_that_does_not_tell_its_samples_is_warned_about_once(
@@ -213,23 +215,38 @@ def test_a_batch_that_does_not_tell_its_samples_is_warned_about_once(
     pl.Trainer(**QUIET, logger=False, callbacks=callback).fit(model, DataLoader(["text"] * 3, batch_size=None))
     warned = [str(w.message) for w in recwarn if "Throughput" in str(w.message)]
     assert len(warned) == 1
-    assert "the batch (a str) contains no tensor, so samples per second are not measured" in warned[0]
+    assert "samples per second are not measured: the batch (a str) contains no tensor" in warned[0]
     assert "throughput/samples_per_second" not in callback.numbers
     assert model.bar == [None] * 3
 
 
-def test_tensors_of_unequal_first_dims_are_warned_about() -> None:
-    with pytest.warns(UserWarning, match=r"a dict of ids, label\) have different first dims, \[4, 9\]; 9 is assumed"):
-        assert count_samples({"ids": torch.ones(9), "label": torch.ones(4)}, warn=True) == 9
+def test_ragged_ids_do_not_count_as_samples_where_the_loader_has_a_batch_size() -> None:
+    batches = [
+        {"ids": torch.ones(size * 9), "lengths": torch.ones(2 * size), "label": torch.ones(size)} for size in (4, 3)
+    ]
+    counter = SampleCounter()
+    counter.start(DataLoader([0], batch_size=4))
+    assert [counter.count(batch) for batch in batches] == [4, 3]
+    counter.start(DataLoader([0], batch_sampler=BatchSampler([0], 4, drop_last=False)))
+    assert [counter.count(batch) for batch in batches] == [4, 3]
+    counter.start(DataLoader([0], batch_size=None), SimpleNamespace(batch_size=4))
+    assert [counter.count(batch) for batch in batches] == [4, 3]
+
+
+def test_tensors_of_unequal_first_dims_without_a_batch_size_are_warned_about() -> None:
+    counter = SampleCounter(source="Throughput")
+    counter.start(DataLoader([0], batch_size=None))
+    with pytest.warns(UserWarning, match=r"Throughput: .* dict of ids, label\) have different first dims, \[4, 9\]"):
+        assert counter.count({"ids": torch.ones(9), "label": torch.ones(4)}) is None
 
 
 def test_a_place_that_the_batch_does_not_have_is_refused_with_a_suggestion() -> None:
     with pytest.raises(ConfigError, match="samples_from='labels': there is no 'labels' in a dict of ids, label"):
-        count_samples({"ids": torch.ones(9), "label": torch.ones(4)}, "labels")
+        SampleCounter("labels").count({"ids": torch.ones(9), "label": torch.ones(4)})
     with pytest.raises(ConfigError, match="did you mean 'label'"):
-        count_samples({"ids": torch.ones(9), "label": torch.ones(4)}, "labels")
+        SampleCounter("labels").count({"ids": torch.ones(9), "label": torch.ones(4)})
     with pytest.raises(ConfigError, match="there is no '2' in a tuple of 1."):
-        count_samples((torch.ones(9),), "2")
+        SampleCounter("2").count((torch.ones(9),))
 
 
 @pytest.mark.parametrize(
@@ -265,5 +282,5 @@ def test_yaml_reaches_every_argument(tmp_path: Path) -> None:
     args = ["--config", str(tmp_path / "config.yaml")]
     cli = LightningCLI(BoringModel, run=False, save_config_callback=None, args=args)
     first, second = cli.trainer.callbacks[:2]  # type: ignore[attr-defined]
-    assert first._samples_from == "label"
+    assert first._counter._path == "label"
     assert isinstance(second, Communication)

@@ -17,7 +17,7 @@ from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningCLI
 from torch import nn
 
-from lightning_distrec.cli import command_line, lightning_cli, main
+from lightning_distrec.cli import command_line, fit_cli, main
 from lightning_distrec.sharding.shard_access import without_guard
 from tests.support.checkpoint_folders import by_rows, write_folder
 from tests.support.limits import LIMIT_SECONDS
@@ -116,14 +116,14 @@ def test_lightnings_commands_and_options_reach_lightning(
     run: Run, args: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[list[str]] = []
-    monkeypatch.setattr(lightning_cli, "run_lightning", lines.append)
+    monkeypatch.setattr(fit_cli, "run_lightning", lambda line, options: lines.append(line))
     assert run(*args)[0] == 0
     assert lines == [list(args)]
 
 
 def test_a_command_named_by_the_environment_reaches_lightning(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[list[str]] = []
-    monkeypatch.setattr(lightning_cli, "run_lightning", lines.append)
+    monkeypatch.setattr(fit_cli, "run_lightning", lambda line, options: lines.append(line))
     monkeypatch.setenv("PL_SUBCOMMAND", "fit")
     assert run()[0] == 0
     assert lines == [[]]
@@ -294,7 +294,7 @@ def test_where_torchrec_is_not_installed_the_line_that_installs_it_is_printed(tm
         from lightning_distrec.errors import VersionError
         for command in (["--version"], ["fit", "--config", "job.yaml"]):
             try:
-                main(command)
+                print("exit code", main(command))
             except SystemExit as exit_:
                 print("exit code", exit_.code)
         try:
@@ -338,13 +338,14 @@ def test_a_logger_without_its_package_is_one_line(run: Run, monkeypatch: pytest.
         "  - class_path: lightning.pytorch.loggers.TensorBoardLogger\n    init_args: {save_dir: a}\n"
     )
     find_spec = importlib.util.find_spec
-    hidden = lightning_cli.LOGGER_PACKAGES["TensorBoardLogger"]
+    hidden = fit_cli.LOGGER_PACKAGES["TensorBoardLogger"]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else find_spec(name))
     code, _, errors = run("fit", "--config", str(config))
     assert code == 2
     assert errors.splitlines()[-1] == (
         "lightning-distrec: trainer.logger: TensorBoardLogger needs the package tensorboard, which is not installed. "
-        "Run pip install tensorboard, or set another logger, such as CSVLogger."
+        "Run pip install tensorboard, or pip install 'lightning-distrec[tensorboard]'. Or set another logger, such as "
+        "CSVLogger."
     )
 
 
@@ -353,7 +354,7 @@ def test_the_console_builds_tables_without_rows_where_its_strategy_shards_them()
     few = Namespace(class_path=class_path, init_args=Namespace(min_rows=10, convert_embeddings="auto"))
     built = {}
     for name, strategy in {"ddp": "ddp", "name": "torchrec_sharded", "few": few, "none": None}.items():
-        with lightning_cli.tables_context(strategy):
+        with fit_cli.tables_context(strategy):
             tables = nn.Embedding(100_000, 4), nn.Embedding(20, 4)
         with without_guard():
             built[name] = [table.weight.is_meta for table in tables]

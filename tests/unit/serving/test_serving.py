@@ -27,6 +27,7 @@ from torchrec import (
 from lightning_distrec.checkpoint.lazy_tensors import MappedTensor
 from lightning_distrec.cli.main import main
 from lightning_distrec.errors import CheckpointError, ConfigError
+from lightning_distrec.serving import answer
 from lightning_distrec.serving.artifact import export_for_serving
 from lightning_distrec.serving.program import tensors_of, with_tensors
 from lightning_distrec.serving.tables import QuantizedTensor, dequantized, quantized
@@ -118,7 +119,10 @@ def test_a_moved_folder_answers_as_the_module_for_any_batch_size(tmp_path: Path)
     assert about["inputs"].keys() == {"features.values", "features.lengths", "words", "dense"}, (
         "labels are not asked for"
     )
-    assert about["inputs"]["words"] == {"dtype": "int64", "shape": [None, 3]}
+    size = about["inputs"]["dense"]["size"]
+    assert size
+    assert about["inputs"]["words"] == {"dtype": "int64", "shape": [None, 3], "size": size}
+    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {folder.stat().st_mode & 0o666}
     empty = batch_of(2, seed=4)
     none = torch.zeros(0, dtype=torch.int64)
     empty["features"] = KeyedJaggedTensor(empty["features"].keys(), none, lengths=torch.zeros(8).long())
@@ -139,6 +143,14 @@ def test_a_moved_folder_answers_as_the_module_for_any_batch_size(tmp_path: Path)
     assert first["best"] == expected[0]["best"].tolist()
     assert torch.tensor(first["scores"]).allclose(expected[0]["scores"], atol=1e-6)
     assert ask(folder, "--check").startswith("largest difference from the trained module: ")
+    server, request = answer.Server(folder), json.loads((folder / "request.json").read_text())
+    for name, (values, reason) in {
+        "words": ([[1, 2, 900]], "an id has no row in its table; the largest are .*900 in 'words'"),
+        "dense": ([[1.0, 2.0]] * 2, "as many rows as each other, and there are .*1 in 'words'.*2 in 'dense'"),
+        "features.values": (["a"], "'features.values' must be lists of int64 in equal lengths: "),
+    }.items():
+        with pytest.raises(ValueError, match=reason):
+            server.answer_plain(request | {name: values})
 
 
 @pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.slow)])

@@ -1,0 +1,198 @@
+"""`fit`, `validate`, `test` and `predict`: a LightningCLI whose complaints are one block, and say what to do."""
+
+import importlib.util
+import os
+import warnings
+from argparse import Namespace as PlainNamespace
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import Namespace
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from typing_extensions import override
+
+import lightning_distrec
+from lightning_distrec import registration  # noqa: F401  Trainers find strategies by name
+from lightning_distrec._compat.lightning_cli import PlainCheckpointCLI
+from lightning_distrec.callbacks.prediction_writer import PredictionWriter
+from lightning_distrec.checkpoint.contents import read_contents
+from lightning_distrec.cli.lightning_cli import OneBlockParser
+from lightning_distrec.cli.parser_errors import one_sentence
+from lightning_distrec.errors import CheckpointError, ConfigError, MissingPackageError, did_you_mean, missing_package
+from lightning_distrec.strategy_names import STRATEGIES, short_name
+
+LOGGER_PACKAGES = {
+    "TensorBoardLogger": ("tensorboard", "tensorboardX"),
+    "WandbLogger": ("wandb",),
+    "MLFlowLogger": ("mlflow", "mlflow_skinny"),
+    "CometLogger": ("comet_ml",),
+    "NeptuneLogger": ("neptune",),
+}
+"""Lightning's loggers -> the packages of which they need one."""
+HELP = (
+    "Options of a strategy or a callback: lightning-distrec {} --trainer.strategy.help "
+    "lightning_distrec.TorchRecShardedStrategy. predict has --out FILE.parquet and --columns NAMES, too. --debug shows "
+    "the traceback of an error."
+)
+
+
+class FitCLI(PlainCheckpointCLI):
+    """Runs one of Lightning's commands; options can come from the environment too (PL_FIT__TRAINER__MAX_EPOCHS).
+
+    args: the command line, checked by preflight.py; without a command, all commands are parsed. options: those that the
+    console adds to Lightning's.
+    """
+
+    def __init__(self, args: Sequence[str], options: PlainNamespace) -> None:
+        self._args, self._options = list(args), options
+        # Of a run's own process: Lightning warns of arguments that are not those of sys.argv.
+        warnings.filterwarnings("ignore", ".*LightningCLI's args parameter")
+        super().__init__(
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            # Lightning refuses to write its config twice into one folder; running a recipe twice must work.
+            save_config_kwargs={"overwrite": True},
+            parser_kwargs={"default_env": True},
+            parser_class=partial(OneBlockParser, configs=options.configs, classes=options.classes),  # type: ignore[arg-type]
+            args=self._args,
+        )
+
+    @override
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # Lightning calls it on the instance
+        every = super().subcommands()
+        # A parser takes as long for each command.
+        return {name: skipped for name, skipped in every.items() if name == self._args[0]} or every
+
+    @override
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        parser = super().init_parser(**kwargs)
+        parser.epilog = HELP.format(self._args[0] if self._args else "fit")
+        return parser
+
+    @override
+    def read_hyperparameters(self, checkpoint: Any) -> None:
+        config = self.config[self.config.subcommand]
+        if not isinstance(checkpoint, str) or not Path(checkpoint).exists():
+            return
+        try:
+            stored = dict(read_contents(Path(checkpoint)).checkpoint.get("hyper_parameters") or {})
+        except CheckpointError:  # the run itself says so, or reads it by other options
+            return
+        path, _ = stored.pop("_class_path", None), stored.pop("_instantiator", None)
+        model: Any = config.get("model")
+        if model is None and path is None:
+            return
+        explicit = self._explicit_arguments()
+        arguments: Any = (model.get("init_args") if model is not None else None) or Namespace()
+        if model is None:
+            taken = stored
+        else:
+            taken = {name: stored[name] for name in stored if name in arguments and name not in explicit}
+        taken = {name: value for name, value in taken.items() if model is None or arguments.get(name) != value}
+        if taken or model is None:
+            class_path = path if model is None else model.class_path
+            update = {"model": {"class_path": class_path, "init_args": taken}}
+            self.config = self.parser.parse_object({self.config.subcommand: update}, self.config)
+        differing = {name: stored[name] for name in stored if name in explicit and explicit[name] != stored[name]}
+        _log_hyperparameters(checkpoint, taken, {name: (explicit[name], differing[name]) for name in differing})
+
+    def _explicit_arguments(self) -> dict[str, Any]:
+        """Return the module's arguments that files, options or the environment set."""
+        model = self.parser.parse_args(self._args, defaults=False)[self.config.subcommand].get("model")
+        return dict(vars((model.get("init_args") if model is not None else None) or Namespace()))
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        """Refuse what would fail with less of a reason later."""
+        config = self.config[self.config.subcommand]
+        if problem := missing_logger(config.trainer.logger):
+            raise MissingPackageError(problem)
+        strategy = config.trainer.strategy
+        names = [*StrategyRegistry.available_strategies(), "auto"]
+        if isinstance(strategy, str) and strategy not in names:
+            raise ConfigError(
+                f"trainer.strategy: there is no strategy '{strategy}'{did_you_mean(strategy, names)} Those of "
+                f"lightning_distrec are {', '.join(STRATEGIES)}."
+            )
+        if self._options.out is not None:
+            config.return_predictions = False
+
+    @override
+    def instantiate_classes(self) -> None:
+        """Build the module with tables without rows where its strategy makes them by ranks."""
+        with tables_context(self.config[self.subcommand].trainer.strategy):
+            try:
+                super().instantiate_classes()
+            except ValueError as error:
+                # By jsonargparse, around what a constructor has raised.
+                if not str(error).startswith(("Does not validate", "Problem with", "Parser key")):
+                    raise
+                raise ConfigError(one_sentence(str(error), self._options.configs, self._options.classes)) from error
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        if self._options.out is not None:
+            callbacks.append(PredictionWriter(self._options.out, self._options.columns))
+        elif self.subcommand == "predict" and not any(isinstance(c, BasePredictionWriter) for c in callbacks):
+            rank_zero_info("Predictions are not kept. Name a file for them: --out predictions.parquet.")
+
+
+def _log_hyperparameters(checkpoint: str, taken: dict[str, Any], differing: dict[str, tuple[Any, Any]]) -> None:
+    if taken:
+        values = ", ".join(f"model.{name}={value!r}" for name, value in taken.items())
+        rank_zero_info(f"From {checkpoint}, as the command line does not set them: {values}.")
+    if differing:
+        values = ", ".join(f"model.{name}={value!r} (there {other!r})" for name, (value, other) in differing.items())
+        rank_zero_info(f"Set here, and different in {checkpoint}: {values}.")
+
+
+def tables_context(strategy: Any) -> AbstractContextManager[None]:
+    """Return a context in which the tables that the strategy will shard are built without rows."""
+    name = strategy if isinstance(strategy, str) else getattr(strategy, "class_path", "")
+    if short_name(name) != "torchrec_sharded":
+        return nullcontext()
+    from lightning_distrec.sharding.meta_tables import meta_tables  # torchrec loads where it is needed only
+
+    options = getattr(strategy, "init_args", None) or Namespace()
+    return meta_tables(options.get("convert_embeddings", "auto"), options.get("min_rows", 100_000))
+
+
+def missing_logger(logger: Any) -> str:
+    """Return what is wrong with `trainer.logger`, as parsed: one, a list of them, a bool or None; "" if nothing is."""
+    for config in logger if isinstance(logger, list) else [logger]:
+        name = getattr(config, "class_path", "").rpartition(".")[2]
+        packages = LOGGER_PACKAGES.get(name, ())
+        if packages and not any(importlib.util.find_spec(package) for package in packages):
+            text = missing_package(packages[0], f"trainer.logger: {name}")
+            return f"{text} Or set another logger, such as CSVLogger."
+    return ""
+
+
+def run_lightning(args: Sequence[str], options: PlainNamespace) -> None:
+    """Run one of Lightning's commands. Raises DistRecError, and what the user's code raises."""
+    if any("help" in argument for argument in args):
+        # jsonargparse lists the classes that are loaded.
+        for name in lightning_distrec.__all__:
+            with suppress(ImportError):
+                getattr(lightning_distrec, name)
+    FitCLI(args, options)
+
+
+def leave_after_failure() -> None:
+    """Let the exit wait for no other rank: it takes an exception that nobody has caught for a failure."""
+    from lightning_distrec.strategies.run.process_runs import PROCESS
+
+    PROCESS.has_failed = True
+
+
+def speaks(error: Exception) -> bool:
+    """Return whether this rank prints the error: one of a node does, or one whose message reaches no other."""
+    from lightning_distrec.errors import RankError
+    from lightning_distrec.strategies.run.process_runs import PROCESS
+
+    rank_of_node = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
+    return rank_of_node == "0" or (PROCESS.watchdog is None and not isinstance(error, RankError))

@@ -1,0 +1,48 @@
+"""Registers the strategies with Lightning, and lets Lightning read checkpoints that are folders."""
+
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_distrec._compat.lightning import override_environment_choice
+from lightning_distrec._compat.lightning_checkpoints import read_folders_too
+from lightning_distrec.strategy_names import STRATEGIES
+
+
+def _choose_environment() -> Any:
+    return import_module("lightning_distrec.cluster.environment").choose_environment()
+
+
+def _is_ours(strategy: Any) -> bool:
+    return (isinstance(strategy, str) and strategy in STRATEGIES) or getattr(strategy, "takes_launched_ranks", False)
+
+
+def _is_folder(path: Any) -> bool:
+    return isinstance(path, (str, Path)) and (Path(path) / "complete.json").is_file()
+
+
+def _read_folder(path: Any, with_optimizers: bool, pickles: bool) -> Any:
+    contents = import_module("lightning_distrec.checkpoint.contents")
+    return contents.read_full(Path(path), with_optimizers, pickles)
+
+
+def _make(class_name: str, **arguments: Any) -> Any:
+    # torchrec loads when a strategy that needs it is made.
+    return getattr(import_module("lightning_distrec"), class_name)(**arguments)
+
+
+def register() -> None:
+    """Do it; once for a process."""
+    # A Trainer chooses its cluster environment before it makes the strategy that could ask for another.
+    override_environment_choice(_is_ours, _choose_environment)
+    # load_from_checkpoint reads a folder without any Trainer or strategy.
+    read_folders_too(_is_folder, _read_folder)
+    for name, (class_name, description) in STRATEGIES.items():
+        if name not in StrategyRegistry:
+            StrategyRegistry.register(name, partial(_make, class_name), description=description)
+
+
+register()

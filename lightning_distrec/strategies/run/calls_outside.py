@@ -1,0 +1,74 @@
+"""Calls of sharded modules after a run: all ranks must make them, and one that is alone raises an error."""
+
+import sys
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from lightning_distrec._compat.torch import default_store
+from lightning_distrec.errors import ShardingError
+
+FAREWELL = "farewell"
+"""In the store: the number of ranks that have reached their end."""
+NOTE_SECONDS = 10.0
+"""After this long, a rank says what it waits for."""
+
+_RUNS = "lightning_distrec/runs/"
+
+
+class CallsOutside:
+    """Meets the other ranks before each call of a sharded module outside of runs; one for a process.
+
+    By the process group's store, and not by a collective: ranks that have gone on to something else would match its
+    messages with their own. All ranks have the same runs, in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._num_runs = self._num_calls = 0
+        self._timeout_seconds = 0.0
+
+    def begin_run(self, timeout: timedelta) -> None:
+        """Let ranks that are in a call after the run before know that this rank has begun another."""
+        self._num_runs, self._num_calls = self._num_runs + 1, 0
+        self._timeout_seconds = timeout.total_seconds()
+        # Before the first run there is no group, nor a sharded module to call.
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            default_store().add(f"{_RUNS}{self._num_runs}", 1)
+
+    def meet(self, path: str) -> None:
+        """Collective. Wait for all ranks to call what is sharded at `path`. Raises ShardingError: they do not."""
+        num_ranks = dist.get_world_size()
+        if num_ranks == 1:
+            return
+        self._num_calls += 1
+        store, key = default_store(), f"{_RUNS}{self._num_runs}/{self._num_calls}/{path}"
+        begin, has_noted, pause = time.monotonic(), False, 0.0002
+        num_arrived = store.add(key, 1)
+        while num_arrived < num_ranks:
+            seconds = time.monotonic() - begin
+            if reason := self._obstacle(store, seconds):
+                raise ShardingError(_refusal(path, num_arrived, num_ranks, reason))
+            if seconds > NOTE_SECONDS and not has_noted:
+                has_noted = True
+                print(f"Waiting for all ranks to call '{path}', which is sharded over them.", file=sys.stderr)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+            num_arrived = store.add(key, 0)
+
+    def _obstacle(self, store: dist.Store, seconds: float) -> str:
+        if store.add(f"{_RUNS}{self._num_runs + 1}", 0):
+            return "others have begun another run"
+        if store.add(FAREWELL, 0):
+            return "others have reached the end of their program"
+        late = f"others did not within {seconds:.0f} s (timeout_seconds)"
+        return late if seconds > self._timeout_seconds else ""
+
+
+def _refusal(path: str, num_arrived: int, num_ranks: int, reason: str) -> str:
+    return (
+        f"'{path}' was called after the run on {num_arrived} of {num_ranks} ranks; {reason}. It is sharded, so every "
+        "rank has a part of what the call needs. Call it on every rank, not under a condition such as "
+        "trainer.is_global_zero; or call trainer.strategy.unshard() on every rank first, which makes the module an "
+        "ordinary one."
+    )

@@ -1,0 +1,223 @@
+"""What `fit` and its like say of a mistake: one block, that names the file, the key and what to do."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_distrec.cli import fit_cli, main
+from lightning_distrec.cli.preflight import checked_arguments, trainer_arguments
+from lightning_distrec.errors import ConfigError
+from tests.support.environments import environment
+from tests.support.limits import LIMIT_SECONDS
+
+MODULE = """
+import torch
+from lightning import LightningDataModule, LightningModule
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+class Model(LightningModule):
+    def __init__(self, dim: int = 8, lr: float = 0.1):
+        super().__init__()
+        self.save_hyperparameters()
+        self.table, self.layer, self.lr = nn.Embedding(100, dim), nn.Linear(dim, 1), lr
+
+    def forward(self, ids):
+        return self.layer(self.table(ids)).squeeze(1)
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.binary_cross_entropy_with_logits(self(batch["id"]), batch["click"])
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch["id"])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), self.lr)
+
+class Data(LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader([{"id": i, "click": float(i % 2)} for i in range(33)], batch_size=4)
+
+    predict_dataloader = train_dataloader
+"""
+JOB = """
+model: {class_path: clicks_job.Model}
+data: {class_path: clicks_job.Data}
+trainer:
+  accelerator: cpu
+  devices: 1
+  max_epochs: 1
+  logger: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  strategy: torchrec_sharded
+"""
+
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """Return a function that runs the script in a folder with a job; it returns exit code and stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Path("clicks_job.py").write_text(MODULE)
+    Path("job.yaml").write_text(JOB)
+
+    def run_script(*args: str) -> tuple[int, str]:
+        capfd.readouterr()
+        return main.main(args), capfd.readouterr().err
+
+    yield run_script
+    sys.modules.pop("clicks_job", None)
+
+
+STRATEGY = "--trainer.strategy.init_args"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--trainr.max_epochs", "3"), "fit: there is no option --trainr.max_epochs; did you mean 'trainer'?"),
+        (("--trainer.max_epoch=3",), "the Trainer has no argument 'max_epoch' (--trainer.max_epoch); did you mean"),
+        (("--config", "jb.yaml"), "--config jb.yaml: there is no such file; did you mean 'job.yaml'?"),
+        (("--ckpt_path", "clicks_jb.py"), "ckpt_path clicks_jb.py: there is no such file or folder; did you mean"),
+        (("--trainer.strategy", "torchrec_shard"), "'torchrec_shard'; did you mean 'torchrec_sharded'"),
+        ((f"{STRATEGY}.check_ids", "errr"), "TorchRecShardedStrategy: check_ids: errr is none of 'error', "),
+        ((f"{STRATEGY}.min_row", "3"), "there is no option 'min_row'; did you mean 'min_rows'?"),
+        ((f"{STRATEGY}.prefetch", "{depth: 0}"), "prefetch: depth=0 must be a whole number of"),
+        ((f"{STRATEGY}.batch_size_per_rank=-1",), "batch_size_per_rank=-1: must be above 0."),
+        (("--trainer.max_epochs", "many"), "trainer.max_epochs: many is none of int"),
+        (("--model.class_path", "clicks_job.Modl"), "'clicks_job' has no 'Modl'; did you mean 'Model'"),
+        (("--model.class_path", "click_job.Model"), "there is no module 'click_job'; did you mean 'clicks_job'?"),
+        (("--model.init_args.dimm", "3"), "model: Model: there is no option 'dimm'; did you mean 'dim'?"),
+        (
+            ("--trainer.callbacks", "[{class_path: lightning_distrec.Throughputt}]"),
+            "trainer.callbacks: Throughputt: 'lightning_distrec' has no 'Throughputt'; did you mean 'Throughput'",
+        ),
+    ],
+)  # fmt: skip
+def test_a_mistake_on_the_command_line_is_one_line(run: Run, args: tuple[str, ...], message: str) -> None:
+    code, error = run("fit", "--config", "job.yaml", *args)
+    lines = [line for line in error.splitlines() if line.startswith("lightning-distrec: ")]
+    assert code == 2
+    assert message in lines[0]
+    assert len(lines) == 1
+    assert "Traceback" not in error
+    assert "Namespace(" not in error
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("trainer:", "trainr:", "job.yaml: there is no key 'trainr'; did you mean 'trainer'?"),
+        ("max_epochs", "max_epoch", "job.yaml: trainer: there is no key 'max_epoch'; did you mean"),
+        ("clicks_job.Model", "clicks_job.Modle", "job.yaml, line 2: model: Modle: 'clicks_job' has no 'Modle';"),
+        ("clicks_job.Data", "clicks_jb.Data", "job.yaml, line 3: data: Data: there is no module 'clicks_jb'; did"),
+        ("Model}", "Model, init_args: {dmi: 3}}", "job.yaml, line 2: model: Model: there is no option 'dmi'; did"),
+        ("model: {", "model: }", "job.yaml is no YAML: "),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_a_file_names_its_line(run: Run, old: str, new: str, message: str) -> None:
+    Path("job.yaml").write_text(JOB.replace(old, new))
+    code, error = run("fit", "--config", "job.yaml")
+    assert code == 2
+    assert f"lightning-distrec: {message}" in error
+
+
+def test_a_module_whose_package_is_missing_names_the_extra(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("clicks_job.py").write_text(f"import pyarrow\n{MODULE}")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    code, error = run("fit", "--config", "job.yaml")
+    assert code == 2
+    assert "clicks_job needs the package pyarrow, which is not installed. Run pip install pyarrow, or pip" in error
+    assert "'lightning-distrec[parquet]'" in error
+
+
+def test_with_debug_an_error_keeps_its_traceback(run: Run) -> None:
+    with pytest.raises(ConfigError, match="there is no such file"):
+        run("fit", "--config", "none.yaml", "--debug")
+
+
+def test_options_follow_the_name_of_a_strategy() -> None:
+    args = ["fit", "--trainer.strategy", "torchrec_sharded", "--trainer.strategy.init_args.min_rows", "10"]
+    expected = [*args[:3], "--trainer.strategy=lightning_distrec.TorchRecShardedStrategy", *args[3:]]
+    assert checked_arguments(args)[0] == expected
+    plain = ["fit", "--trainer.strategy", "ddp"]
+    assert checked_arguments(plain)[0] == plain
+
+
+def test_the_trainers_arguments_are_read_without_importing_it() -> None:
+    import inspect
+
+    from lightning.pytorch import Trainer
+
+    assert list(trainer_arguments()) == list(inspect.signature(Trainer.__init__).parameters)[1:]
+
+
+def test_what_a_command_line_sets_wins_over_a_checkpoint_be_it_a_file_or_a_folder(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(fit_cli, "rank_zero_info", said.append)
+    assert run("fit", "--config", "job.yaml", "--model.init_args.dim=4", "--model.init_args.lr=0.25")[0] == 0
+    (file,) = tmp_path.glob("checkpoints/*.ckpt")
+    distributed = "--trainer.strategy.init_args.checkpoint={distributed: true}"
+    arguments = ("--config", "job.yaml", "--model.init_args.dim=4", "--model.init_args.lr=0.25", distributed)
+    assert run("fit", *arguments, "--trainer.default_root_dir=other")[0] == 0
+    (folder,) = tmp_path.glob("other/checkpoints/*.ckpt")
+    assert (file.is_file(), folder.is_dir()) == (True, True)
+    for checkpoint in (file, folder):
+        said.clear()
+        more = ("--ckpt_path", str(checkpoint), "--model.init_args.lr=0.5", "--trainer.max_epochs=2")
+        assert run("fit", "--config", "job.yaml", *more, f"--trainer.default_root_dir={checkpoint.name}")[0] == 0
+        assert said == [
+            f"From {checkpoint}, as the command line does not set them: model.dim=4.",
+            f"Set here, and different in {checkpoint}: model.lr=0.5 (there 0.25).",
+        ]
+        assert "lr: 0.5" in Path(checkpoint.name, "config.yaml").read_text()
+        assert "dim: 4" in Path(checkpoint.name, "config.yaml").read_text()
+
+
+def test_predictions_are_one_file_in_the_order_of_the_data(run: Run) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    code, error = run("predict", "--config", "job.yaml", "--out", "predictions.parquet", "--columns", "id,click")
+    assert code == 0, error
+    table = parquet.read_table("predictions.parquet").to_pydict()
+    assert table["index"] == table["id"] == list(range(33))
+    assert table["click"] == [float(i % 2) for i in range(33)]
+    assert len(set(table["prediction"])) == 33
+    assert not Path("predictions.parquet.parts").exists()
+    code, error = run("predict", "--config", "job.yaml", "--out", "predictions.csv")
+    assert code == 2
+    assert "predictions are written as Parquet, and 'predictions.csv' is not named *.parquet." in error
+    code, error = run("predict", "--config", "job.yaml", "--out", "predictions.parquet", "--columns", "clik")
+    assert code == 2
+    assert "columns='clik': there is no 'clik' in a dict of id, click; did you mean 'click'?" in error
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.slow
+def test_what_ranks_refuse_together_is_one_block(run: Run, tmp_path: Path) -> None:
+    Path("clicks_job.py").write_text(MODULE.replace('self(batch["id"]), batch', 'self(batch["id"] + 90), batch'))
+    command = [sys.executable, "-m", "lightning_distrec", "fit", "--config", "job.yaml", "--trainer.devices=2"]
+    command += ["--trainer.strategy.init_args.convert_embeddings=all"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT_SECONDS, env=environment(), check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("lightning-distrec: ") == 1
+    assert (
+        "lightning-distrec: feature 'ids' of table 'table' has the id 122, but the table has rows 0 to 99"
+        in done.stderr
+    )
+    debugged = subprocess.run(
+        [*command, "--debug"], capture_output=True, text=True, timeout=LIMIT_SECONDS, env=environment(), check=False
+    )
+    assert "IdsError" in debugged.stderr
+    assert "Traceback" in debugged.stderr
