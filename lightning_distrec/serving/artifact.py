@@ -31,7 +31,6 @@ from lightning_distrec.serving import answer
 from lightning_distrec.serving.program import (
     Program,
     export_program,
-    first_sizes,
     free_sizes,
     needed_packages,
     tensors_of,
@@ -149,8 +148,7 @@ def _write(
     shapes = free_sizes(program, inputs)
     needs = needed_packages(program)
     types = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in inputs.items()}
-    sizes = first_sizes(program, inputs)
-    described = {name: {"dtype": types[name], "shape": shapes[name], "size": sizes[name]} for name in inputs}
+    described: dict[str, Any] = {name: {"dtype": types[name], "shape": shapes[name]} for name in inputs}
     about: dict[str, Any] = {"of": type(module).__name__, "inputs": described, "needs": needs, "bits": bits}
     _write_json(folder / ABOUT, about)
     outputs = answer.leaves(expected)

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -150,21 +150,11 @@ def _used(exported: ExportedProgram, inputs: Mapping[str, Tensor]) -> dict[str, 
 
 def free_sizes(exported: ExportedProgram, inputs: Mapping[str, Tensor]) -> dict[str, list[int | None]]:
     """Return the shape of each input; None where the size may differ from request to request."""
-    return {
-        name: [size if isinstance(size, int) else None for size in shape]
-        for name, shape in _shapes(exported, inputs).items()
-    }
-
-
-def first_sizes(exported: ExportedProgram, inputs: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return a name for the first size of each input, "" where it is fixed; inputs of one name are equally long."""
-    shapes = _shapes(exported, inputs)
-    return {name: str(shape[0]) if shape and not isinstance(shape[0], int) else "" for name, shape in shapes.items()}
-
-
-def _shapes(exported: ExportedProgram, inputs: Mapping[str, Tensor]) -> dict[str, Sequence[Any]]:
     nodes = [node for node in exported.graph.nodes if node.op == "placeholder"][-len(inputs) :] if inputs else []
-    return {name: tuple(node.meta["val"].shape) for name, node in zip(inputs, nodes, strict=True)}
+    return {
+        name: [size if isinstance(size, int) else None for size in node.meta["val"].shape]
+        for name, node in zip(inputs, nodes, strict=True)
+    }
 
 
 def _complete_cumsum(lengths: Tensor) -> Tensor:
