@@ -26,7 +26,10 @@ def one_sentence(message: str, configs: Sequence[str] = (), classes: Mapping[str
     message: of jsonargparse. configs: the YAML files, of which the one that has the fault is named. classes: key ->
     class_path, which jsonargparse does not always name.
     """
-    keys, reasons, kinds, value = [], [], [], ""
+    keys: list[str] = []
+    reasons: list[str] = []
+    kinds: list[str] = []
+    value = ""
     for line in (line.strip(" -") for line in message.splitlines()):
         if match := KEY.fullmatch(line):
             keys.append(match["key"] or match["path"])

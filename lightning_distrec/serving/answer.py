@@ -52,7 +52,7 @@ class Server:
         except AssertionError as error:  # torch.export's guards on sizes
             raise ValueError(f"the inputs do not fit each other: {str(error).splitlines()[0]}") from error
         except (IndexError, RuntimeError) as error:
-            if "out of range" not in str(error):
+            if "out of range" not in str(error) and "not in the valid range" not in str(error):
                 raise
             largest = {name: int(ids.max()) for name, ids in order.items() if not ids.is_floating_point() and len(ids)}
             ids = ", ".join(f"{number} in '{name}'" for name, number in largest.items())
@@ -62,8 +62,8 @@ class Server:
         """Raise ValueError where inputs that have one row for each example have unequal numbers of rows."""
         sizes: dict[str, dict[str, int]] = {}
         for name, tensor in inputs.items():
-            if size := self.about["inputs"][name]["size"]:
-                sizes.setdefault(size, {})[name] = len(tensor)
+            if rows := self.about["inputs"][name].get("rows"):
+                sizes.setdefault(str(rows), {})[name] = len(tensor)
         for lengths in sizes.values():
             if len(set(lengths.values())) > 1:
                 listed = ", ".join(f"{length} in '{name}'" for name, length in lengths.items())

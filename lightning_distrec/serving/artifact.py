@@ -167,6 +167,10 @@ def _write(
     except (RuntimeError, ValueError):  # torch.export's guards on a size that predict_step has made a number
         request, fixed = inputs, True
     _write_json(folder / REQUEST, {name: request[name].tolist() for name in inputs})
+    if first_request is not None and not fixed:
+        # Inputs that are as long as each other in both batches have a row for each example.
+        for name in inputs:
+            described[name]["rows"] = [len(inputs[name]), len(request[name])] if inputs[name].dim() else []
     differences, differs = _differences(answers, outputs)
     largest = float(differences.max()) if differences.numel() else 0.0
     _write_json(folder / ABOUT, {**about, "largest_difference": largest})

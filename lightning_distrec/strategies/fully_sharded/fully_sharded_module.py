@@ -154,10 +154,13 @@ class FullyShardedModule(ReplicatedLayers):
         self._buffers = None
         self._undo.close()
         self.reshard()
+        blocks: Iterable[tuple[str, Any]] = self._module.named_modules()
         _hooks_outside[self._module] = [
             # Before FSDP2's own hook, which gathers the block's weights.
-            block.register_forward_pre_hook(partial(_meet_ranks, path or type(block).__name__), prepend=True)
-            for path, block in self._module.named_modules()
+            block.register_forward_pre_hook(  # type: ignore[attr-defined]  # blocks are modules, too
+                partial(_meet_ranks, path or type(block).__name__), prepend=True
+            )
+            for path, block in blocks
             if isinstance(block, FSDPModule)
         ]
 

@@ -119,9 +119,7 @@ def test_a_moved_folder_answers_as_the_module_for_any_batch_size(tmp_path: Path)
     assert about["inputs"].keys() == {"features.values", "features.lengths", "words", "dense"}, (
         "labels are not asked for"
     )
-    size = about["inputs"]["dense"]["size"]
-    assert size
-    assert about["inputs"]["words"] == {"dtype": "int64", "shape": [None, 3], "size": size}
+    assert about["inputs"]["words"] == {"dtype": "int64", "shape": [None, 3], "rows": [64, 1]}
     assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {folder.stat().st_mode & 0o666}
     empty = batch_of(2, seed=4)
     none = torch.zeros(0, dtype=torch.int64)
