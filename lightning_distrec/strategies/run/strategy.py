@@ -43,6 +43,7 @@ from lightning_distrec.strategies.run.launched_ranks import (
     has_no_script,
     wrap_launch,
 )
+from lightning_distrec.strategies.run.lightning_callbacks import drops_repeats
 from lightning_distrec.strategies.run.process_runs import PROCESS
 from lightning_distrec.strategies.run.run import Run, start_session
 from lightning_distrec.strategies.run.stopping import STOPPED, StopHandler, StopOptions
@@ -183,8 +184,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
     def setup_environment(self) -> None:
         PROCESS.calls_outside.begin_run(self._wait)
         super().setup_environment()
-        seconds = self._wait.total_seconds()
-        self._session = start_session(self.module, self._checkpoint_options, seconds, earlier=self._session)
+        self._session = start_session(self.module, self._checkpoint_options, self._wait.total_seconds(), self._session)
 
     @override
     def setup_distributed(self) -> None:
@@ -234,12 +234,9 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
     def process_dataloader(self, dataloader: object) -> object:
         if self._session is None:  # a loop was asked for its data outside of a run: there are no others to agree with
             return dataloader
-        trainer = self.module.trainer
-        callbacks = trainer.callbacks if trainer.predicting else []  # type: ignore[attr-defined]
-        drops = any(getattr(callback, "drops_repeats", False) for callback in callbacks)
-        loader = even(dataloader, self.session.consensus, self._uneven_inputs, rank_zero_warn, drops)
-        is_training = trainer.training
-        return self.session.checkpoints.positions.keep(loader) if is_training else loader
+        trainer, session = self.module.trainer, self.session
+        loader = even(dataloader, session.consensus, self._uneven_inputs, rank_zero_warn, drops_repeats(trainer))
+        return session.checkpoints.positions.keep(loader) if trainer.training else loader
 
     def before_training_step(self) -> AnyRun:
         """Begin every training step. Raises CheckpointError on every rank: a write in the background has failed."""
@@ -394,9 +391,8 @@ def _name_option(text: str, strategy: str) -> str:
 def _refuse_shards_of_torchrec(module: nn.Module) -> None:
     for path, child in module.named_modules():
         # By name: looking for the class would import torchrec in every run. Ours are not in the module tree.
-        if any(
-            kind.__name__ == "ShardedModule" and kind.__module__.startswith("torchrec.") for kind in type(child).__mro__
-        ):
+        kinds = type(child).__mro__
+        if any(kind.__name__ == "ShardedModule" and kind.__module__.startswith("torchrec.") for kind in kinds):
             raise ShardingError(
                 f"'{path}' is already sharded by TorchRec: by DistributedModelParallel, shard or shard_modules. Keep "
                 "the unsharded module, which strategy='torchrec_sharded' shards. A plan of your own: "
