@@ -12,6 +12,8 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import _ComputationType
 from torch.distributed.tensor import DTensor
@@ -46,6 +48,40 @@ def reset_after_failure(module: Any) -> None:
     reset = getattr(module, "reset_iter_state", None)
     if reset is not None and module._get_fsdp_state()._is_root:
         reset()
+
+
+def make_fully_sharded_class(kind: Any) -> None:
+    """Make the class that fully_shard is going to give to modules of this class.
+
+    It has the name of the user's class, which errors show. And Python can swap it in for a class whose first base has
+    no attributes, a Generic[T] for one: torch's own has FSDPModule for its first base, and so another layout.
+    """
+    # Source: torch/distributed/fsdp/_fully_shard/_fsdp_init.py, _apply_to_module.
+    if kind in _fully_shard.cls_to_fsdp_cls:
+        return
+    attributes = {"__deepcopy__": _fully_shard._unimplemented_deepcopy, "__module__": kind.__module__}
+    lowest = kind
+    while lowest.__base__.__dictoffset__:
+        lowest = lowest.__base__
+    if lowest.__base__ is object:
+        sharded = type(kind)(kind.__name__, (FSDPModule, kind), attributes)
+    else:
+        sharded = _fsdp_first(type(kind))(kind.__name__, (kind, FSDPModule), attributes)
+    sharded.__qualname__ = kind.__qualname__
+    _fully_shard.cls_to_fsdp_cls[kind] = sharded
+
+
+def _fsdp_first(metaclass: Any) -> Any:
+    """Return a metaclass of classes that look methods up in FSDPModule first, though it is not their first base."""
+
+    class FSDPFirst(metaclass):  # type: ignore[misc]
+        def mro(cls) -> list[type]:
+            first, *others = super().mro()
+            if FSDPModule in cls.__bases__:
+                others = [FSDPModule, *(kind for kind in others if kind is not FSDPModule)]
+            return [first, *others]
+
+    return FSDPFirst
 
 
 def class_before_fully_shard(module: nn.Module) -> type[nn.Module]:
@@ -205,3 +241,11 @@ def _counted_from_zero(operations: list[Any]) -> list[Action]:
         number = operation.microbatch_index - (first if kind == "forward" else 0)
         actions.append((kind, operation.stage_index, number))
     return actions
+
+
+def output_strides(stage: Any) -> list[tuple[int, ...]]:
+    """Return the strides of a stage's outputs, as the next stage has learned them for its buffers."""
+    # Source: torch/distributed/pipelining/stage.py. Up to torch 2.12 they are tensors on the meta device.
+    if (learned := getattr(stage, "_stage_meta", None)) is not None:
+        return [output.stride for output in learned.outputs]
+    return [output.stride() for output in stage.get_outputs_meta()]

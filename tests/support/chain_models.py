@@ -127,6 +127,35 @@ class PerExample(Logging):
         return hidden.sum(1, keepdim=True)
 
 
+class Permuted(Logging):
+    """Its blocks return a permuted view, as ConvNeXt's do, a slice, and a repeated value; it views their output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(*(ChannelsLast(how) for how in ("all", "slice", "all", "mean", "all")))
+        self.head = nn.Linear(3, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        images = self.model(inputs.view(-1, 3, 4).permute(0, 2, 1))
+        return self.head(images.permute(0, 2, 1).view(len(inputs) * 4, 3)).view(len(inputs), 4).sum(1, keepdim=True)
+
+
+class ChannelsLast(nn.Module):
+    """A layer over the last dim in memory, (batch, 4, 3); what it returns has that as its middle one."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.how = nn.Linear(3, 6 if how == "slice" else 3), how
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.layer(images.permute(0, 2, 1).reshape(-1, 4, 3)).tanh()
+        if self.how == "slice":
+            hidden = hidden[..., ::2]
+        elif self.how == "mean":
+            hidden = hidden.mean(2, keepdim=True).expand_as(hidden)
+        return hidden.permute(0, 2, 1)
+
+
 class Shifted(nn.Module):
     """A layer of three arguments."""
 
@@ -138,7 +167,9 @@ class Shifted(nn.Module):
         return self.layer(inputs) * scale.mean() + shift
 
 
-CHAINS: dict[str, type[Logging]] = {kind.__name__: kind for kind in (Sequence, Transformer, PerExample, Measured)}
+CHAINS: dict[str, type[Logging]] = {
+    kind.__name__: kind for kind in (Sequence, Transformer, PerExample, Measured, Permuted)
+}
 
 
 class Drawing(Logging):

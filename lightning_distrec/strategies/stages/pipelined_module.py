@@ -20,6 +20,7 @@ from lightning_distrec.strategies.stages.staged_chain import (
     ProxyLoss,
     StagedChain,
     average_over_replicas,
+    joined,
 )
 from lightning_distrec.strategies.stages.step_effects import LogCall, LoggedValues, StepDraws, on_host
 from lightning_distrec.strategies.stages.step_over_chain import (
@@ -115,7 +116,7 @@ class PipelinedModule:
             # GPipe computes all losses before its first backward: with the last output the batch is complete.
             if len(outputs) == num:
                 # A leaf: the user's backward ends at it, and the schedule's backwards begin with its gradient.
-                full = torch.cat(outputs).requires_grad_()
+                full = joined(outputs).requires_grad_()
                 loss = self._leave(call, 0, full, outcome)
                 if loss is not None:
                     loss.backward()
@@ -146,7 +147,7 @@ class PipelinedModule:
         self._compute_chain(entries, [entry.arguments for entry in entries], compute_loss)
         message = self._share(outcome)
         if is_first:
-            refusal = self._refusal(call, torch.cat(outputs), message) if self._has_last else ""
+            refusal = self._refusal(call, joined(outputs), message) if self._has_last else ""
             # On all ranks, as only the last one can compare.
             if refusal := self._ranks.messages.all_gather(refusal)[-1]:
                 raise UnsupportedError(refusal)
@@ -156,7 +157,7 @@ class PipelinedModule:
         values = [entry.value for entry in entries]
         learns = self._has_first and values[0].requires_grad
         # The schedule's backward ends at this leaf. Its gradient then passes through what comes before the chain.
-        value = torch.cat([v.detach() for v in values]) if len(values) > 1 else values[0].detach()
+        value = joined([v.detach() for v in values]) if len(values) > 1 else values[0].detach()
         value.requires_grad_(learns)
         # A seed of each rank's own, below those of micro-batches: dropout of two stages must not draw the same masks.
         with self._draws.seeded(-1 - self._ranks.rank):
@@ -223,7 +224,7 @@ class PipelinedModule:
         outcome = StepOutcome()
         if self._has_last:
             with self._draws.seeded(0), self._log.recorded() as log_calls:
-                outcome.result = leave_chain(self._chain, call, torch.cat(outputs))
+                outcome.result = leave_chain(self._chain, call, joined(outputs))
             outcome.log_calls.append(log_calls)
         message = self._share(outcome, with_result=True)
         self._log.repeat(message["log_calls"])

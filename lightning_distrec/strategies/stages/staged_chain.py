@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from lightning_distrec import spans
+from lightning_distrec._compat.torch_distributed import output_strides
 from lightning_distrec.strategies.stages.chain import PipelineRanks, Schedule, StageLayout
 
 Receives = dict[tuple[bool, int], list[Any]]
@@ -40,26 +41,44 @@ class SpannedStage(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         """Return the receives of a micro-batch's input."""
-        # NCCL's receives wait on the GPU, in the order in which they are made: torch's own order is right for them.
-        is_posted = self.device.type == "cpu"
-        return (
-            self._posted_receives().pop((False, fwd_chunk_id)) if is_posted else super().get_fwd_recv_ops(fwd_chunk_id)
-        )
+        return self._receives_of(False, fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
         """Return the receives of the gradient of a micro-batch's output."""
-        is_posted = self.device.type == "cpu"
-        return (
-            self._posted_receives().pop((True, bwd_chunk_id)) if is_posted else super().get_bwd_recv_ops(bwd_chunk_id)
-        )
+        return self._receives_of(True, bwd_chunk_id)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
         """Return the sends of a micro-batch's output."""
-        return self._tagged(super().get_fwd_send_ops(fwd_chunk_id), self.stage_index + 1, False, fwd_chunk_id)
+        operations = super().get_fwd_send_ops(fwd_chunk_id)
+        for operation, strides in zip(operations, output_strides(self), strict=False):
+            # The buffer that receives it has the strides of the first output.
+            operation.tensor = in_memory_order(with_strides(operation.tensor, strides))
+        return self._tagged(operations, self.stage_index + 1, False, fwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
         """Return the sends of the gradient of a micro-batch's input."""
-        return self._tagged(super().get_bwd_send_ops(bwd_chunk_id), self.stage_index - 1, True, bwd_chunk_id)
+        operations = super().get_bwd_send_ops(bwd_chunk_id)
+        for operation in operations:
+            operation.tensor = operation.tensor.contiguous()
+        return self._tagged(operations, self.stage_index - 1, True, bwd_chunk_id)
+
+    def _receives_of(self, is_gradient: bool, number: int) -> list[Any]:
+        # NCCL's receives wait on the GPU, in the order in which they are made: torch's own order is right for them.
+        is_posted = self.device.type == "cpu"
+        return self._posted_receives().pop((is_gradient, number)) if is_posted else self._make(is_gradient, number)
+
+    def _make(self, is_gradient: bool, number: int) -> list[Any]:
+        """Make the receives of one micro-batch: into contiguous views, as gloo and NCCL want them."""
+        if is_gradient:
+            # Torch's buffers have the strides of the gradient, which may repeat elements; gradients are sent as copies.
+            for info in self.grad_recv_info.get(number, ()):
+                if info.buffer is not None and not info.buffer.is_contiguous():
+                    info.buffer = torch.empty(info.buffer.shape, dtype=info.buffer.dtype, device=info.buffer.device)
+            return super().get_bwd_recv_ops(number)
+        operations = super().get_fwd_recv_ops(number)
+        for operation in operations:
+            operation.tensor = in_memory_order(operation.tensor)
+        return operations
 
     def _posted_receives(self) -> Receives:
         """Post the receives of a step at its first one. torch's schedule "posts" them later, and gets these works."""
@@ -68,9 +87,10 @@ class SpannedStage(PipelineStage):
             # another stage computes on: ranks would idle for it at every micro-batch.
             # torch has a buffer for each micro-batch, so that all receives can be posted at once.
             self._receives = {}
-            for is_gradient, make in ((False, super().get_fwd_recv_ops), (True, super().get_bwd_recv_ops)):
+            for is_gradient in (False, True):
                 for number in self.args_recv_info:
-                    operations = self._tagged(make(number), self.stage_index, is_gradient, number)
+                    operations = self._make(is_gradient, number)
+                    operations = self._tagged(operations, self.stage_index, is_gradient, number)
                     for operation in operations:
                         group, peer = operation.group, operation.group_peer
                         work = operation.op(operation.tensor, group=group, tag=operation.tag, group_src=peer)
@@ -86,6 +106,30 @@ class SpannedStage(PipelineStage):
             for operation in operations:
                 operation.tag = 1 + 2 * (to_stage * len(self.args_recv_info) + number) + is_gradient
         return operations
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """Return a view whose dims are in the order of memory: contiguous, unless elements overlap or leave gaps."""
+    return tensor.permute(memory_order(tensor))
+
+
+def memory_order(tensor: Tensor) -> list[int]:
+    """Return the dims of a tensor in the order of memory, the outermost first."""
+    return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+
+
+def with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """Return the tensor, or a copy where it has other strides."""
+    if tensor.stride() == strides:
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return micro-batches as one batch, whose dims are in the same order of memory, as user code finds them."""
+    order = memory_order(parts[0])
+    inverse = [order.index(dim) for dim in range(len(order))]
+    return torch.cat([part.permute(order) for part in parts], dim=order.index(0)).permute(inverse)
 
 
 def _posted(work: Any, *_: Any, **__: Any) -> Any:
@@ -117,7 +161,8 @@ class Blocks(nn.Module):
             for number, block in zip(self._numbers, self.blocks, strict=True):
                 args, kwargs = arguments[number]
                 value = block(value, *args, **kwargs)
-        return value
+        # Sent as memory has it: a permuted view as it is, and one with gaps or repeated elements as a copy.
+        return value if in_memory_order(value).is_contiguous() else value.contiguous()
 
 
 class StagedChain:
@@ -158,8 +203,8 @@ class StagedChain:
         target = numbers if compute_loss is not None else None
         user_error: BaseException
         try:
-            merged = schedule.step(*inputs, target=target, microbatch=numbers, return_outputs=compute_loss is None)
-            return [] if merged is None else list(merged.chunk(num))
+            schedule.step(*inputs, target=target, microbatch=numbers, return_outputs=compute_loss is None)
+            return [] if compute_loss is not None else list(stages[-1].output_chunks)
         except RuntimeError as error:
             if error.__cause__ is None:
                 raise
@@ -169,6 +214,8 @@ class StagedChain:
             self._compute_loss = None
             for blocks in self.blocks:
                 blocks.arguments = []
+            for stage in stages:
+                stage.output_chunks = []
         # Raised past the except clause, so that the traceback does not show torch's error as the context of the user's.
         raise user_error  # what a block raises, which torch's stages replace by an error of their own
 

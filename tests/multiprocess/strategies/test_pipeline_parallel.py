@@ -48,6 +48,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     "metrics of micro-batches": (_fit, "Measured", {"schedule": "1f1b"}, {}),
     "interleaved": (_fit, "Transformer", INTERLEAVED, {}),
     "arguments of examples": (_fit, "PerExample", {"microbatches": 2}, {}),
+    "outputs that are views": (_fit, "Permuted", {"split": ["model.1"]}, {}),
+    "further views": (_fit, "Permuted", INTERLEAVED, {}),
 }
 FURTHER_CASES: dict[str, tuple[Any, ...]] = {
     "sequence": (_fit, "Sequence", {}, {}),

@@ -1,0 +1,28 @@
+"""What torch's pipeline stages know of their outputs."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+from lightning_distrec._compat import torch_distributed as _torch_distributed
+from tests.support.ranks import rank_and_num_ranks, run_on_ranks
+
+
+class Permuted(nn.Module):
+    """Returns a permuted view."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value.permute(0, 2, 1)
+
+
+def _strides() -> list[tuple[int, ...]]:
+    rank, num_ranks = rank_and_num_ranks()
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    stage = PipelineStage(Permuted(), 0, 1, torch.device("cpu"))
+    ScheduleGPipe(stage, 2).step(torch.ones(4, 3, 5))
+    return _torch_distributed.output_strides(stage)
+
+
+def test_output_strides_are_those_of_a_micro_batch() -> None:
+    assert run_on_ranks(_strides, 1) == [[(15, 1, 5)]]
