@@ -1,6 +1,6 @@
 """LightningModules without tables, unchanged: what data-parallel strategies have to leave as it is."""
 
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -61,6 +61,25 @@ class BareAndTied(Recording):
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.other(self.one(inputs * self.scale).relu()).relu()
         return self.out(hidden + self.still(inputs))
+
+
+Kind = TypeVar("Kind")
+
+
+class Typed(Generic[Kind]):
+    """A base class without attributes, before LightningModule: another layout of objects in Python."""
+
+    def class_name(self) -> str:
+        """Return the name that Lightning's errors show."""
+        return type(self).__name__
+
+
+class GenericFirst(Typed[int], BareAndTied):
+    """A module that inherits from a generic class first."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        assert self.class_name() == "GenericFirst"
+        return super().training_step(batch, batch_idx)
 
 
 class WithBatchNorm(Recording):
@@ -273,6 +292,7 @@ KINDS: dict[str, type[Recording]] = {
     kind.__name__: kind
     for kind in (
         BareAndTied,
+        GenericFirst,
         WithBatchNorm,
         TwoByHand,
         WithEmbedding,

@@ -94,7 +94,13 @@ def _copied(original: Any, memo: dict[int, Any], shard_copy: ShardCopy, device: 
     steps = [name for name in STEPS if name in state]
     for name in ("__deepcopy__", *steps):  # they are bound to the original; the copy gets its own below
         state.pop(name, None)
+    # torch copies no DTensor whose gradient is one: gradients are put aside.
+    gradients = {name: p.grad for name, p in _shards_outside_of_blocks(original).items() if p.grad is not None}
+    for name in gradients:
+        original.get_parameter(name).grad = None
     copied.__setstate__(copy.deepcopy(state, memo))
+    for name, gradient in gradients.items():
+        original.get_parameter(name).grad = gradient
     shards = _replace_by_meta(copied)
     replicated = {p for p in copied.parameters() if not isinstance(p, DTensor) and not p.is_meta}
     shard_copy(copied, ignored_params=replicated or None)
@@ -103,6 +109,8 @@ def _copied(original: Any, memo: dict[int, Any], shard_copy: ShardCopy, device: 
         parameter: Any = copied.get_parameter(name)
         with torch.no_grad():
             parameter.to_local().copy_(shard.to_local())
+    for name, gradient in gradients.items():
+        copied.get_parameter(name).grad = gradient.clone()
     gather_in_steps(copied, steps)
     allow_deepcopy(copied, shard_copy, device)
     return copied
@@ -125,6 +133,15 @@ def _replace_by_meta(module: nn.Module) -> dict[str, DTensor]:
                     full[id(parameter)] = nn.Parameter(memory, parameter.requires_grad)
                 setattr(submodule, name, full[id(parameter)])
     return shards
+
+
+def _shards_outside_of_blocks(module: nn.Module) -> dict[str, DTensor]:
+    named = [
+        (f"{path}{name}", parameter)
+        for path, submodule in _outside_of_blocks(module, "")
+        for name, parameter in submodule.named_parameters(recurse=False)
+    ]
+    return {name: parameter for name, parameter in named if isinstance(parameter, DTensor)}
 
 
 def _outside_of_blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:

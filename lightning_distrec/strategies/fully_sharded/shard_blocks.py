@@ -20,6 +20,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from lightning_distrec._compat.lightning import set_device_and_mesh
 from lightning_distrec._compat.torch import apply_to_tensors, broadcast_module_states, is_view
+from lightning_distrec._compat.torch_distributed import make_fully_sharded_class
 from lightning_distrec.checkpoint.lazy_tensors import materialized_as
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ConfigError, UnsupportedError
@@ -161,6 +162,7 @@ def shard_module(
                 f"{earlier[1].param or 'its own type'}; now it is {options}, in {settings[1].param or 'its own type'}. "
                 "Give the same options and precision, or call trainer.strategy.unshard() of that run first."
             )
+        _broadcast_unsharded(module)  # buffers that the last step wrote to differ between ranks
     else:
         blocks = consensus.all_or_none("setup", lambda: _choose_blocks(module, options))
         replicated = choose_replicated(module, blocks, module.automatic_optimization)
@@ -214,12 +216,18 @@ def _shard_one(
 ) -> None:
     materialize(module, device)
     apply_to_tensors(module, lambda tensor: tensor if isinstance(tensor, DTensor) else tensor.to(device))
-    broadcast_module_states(module, [name for name, p in module.named_parameters() if isinstance(p, DTensor)])
+    _broadcast_unsharded(module)
+    make_fully_sharded_class(type(module))
     module.register_forward_hook(_copy_views)  # hooks run in the order of registration: before fully_shard's
     shard(module, reshard_after_forward=reshards, ignored_params=replicated or None)
     module.register_forward_hook(_reshard_without_backward)
     module.register_load_state_dict_pre_hook(_load_shards)
     allow_deepcopy(module, partial(shard, reshard_after_forward=True), device)
+
+
+def _broadcast_unsharded(module: nn.Module) -> None:
+    """Collective. Give every rank rank 0's buffers, and its parameters that are not sharded."""
+    broadcast_module_states(module, [name for name, p in module.named_parameters() if isinstance(p, DTensor)])
 
 
 def _copy_views(_: nn.Module, __: Any, outputs: Any) -> Any:

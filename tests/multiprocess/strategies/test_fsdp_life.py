@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
-from lightning_distrec import TunedDDPStrategy, TunedFSDPStrategy
-from tests.support.dense_models import Layers, Numbers, loader
+from lightning_distrec import TorchRecShardedStrategy, TunedDDPStrategy, TunedFSDPStrategy
+from tests.support.dense_models import Layers, Numbers, WithBatchNorm, loader
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.trainers import DEFAULTS
 
@@ -223,3 +224,49 @@ def test_deep_copies_keep_averages_and_run(lives: list[dict[str, Any]]) -> None:
 def test_averages_of_lightning_are_those_of_ddp(lives: list[dict[str, Any]]) -> None:
     distrec, stock = lives[0]["averaged"]
     _close(distrec, stock, 1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------ statistics
+
+
+class Validated(WithBatchNorm):
+    """Computes each rank's own loss with the running statistics; a table beside it or none."""
+
+    def __init__(self, has_table: bool = False) -> None:
+        super().__init__()
+        table = EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=9, feature_names=["f"])
+        self.bags = EmbeddingBagCollection(tables=[table]) if has_table else None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.net[0](inputs)
+        if self.bags is not None:
+            features = KeyedJaggedTensor(["f"], (inputs[:, 0] > 0).long(), lengths=torch.ones(len(inputs)).long())
+            hidden = hidden + self.bags(features).values()
+        return self.net[1:](hidden)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("loss", functional.mse_loss(self(batch[0]), batch[1]))
+
+
+def _validated(strategy: Any, has_table: bool = False) -> list[float]:
+    pl.seed_everything(5)
+    model, data = Validated(has_table), loader(*rank_and_num_ranks())
+    trainer = _trainer(strategy, max_epochs=1, limit_train_batches=3)
+    trainer.fit(model, data)
+    return [trainer.validate(model, data, verbose=False)[0]["loss"] for _ in range(2)]
+
+
+def test_an_evaluation_after_fit_has_rank_zeros_running_statistics_as_ddp() -> None:
+    with_table = TorchRecShardedStrategy(dense="fsdp", fsdp={"min_num_parameters": 8})
+    cases: dict[str, tuple[Any, ...]] = {
+        "ddp": (_validated, "ddp"),
+        "ddp_tuned": (_validated, TunedDDPStrategy()),
+        "fsdp_tuned": (_validated, _sharded()),
+        "torchrec_sharded": (_validated, "torchrec_sharded"),
+        "tables beside ddp": (_validated, "torchrec_sharded", True),
+        "tables beside fsdp": (_validated, with_table, True),
+    }
+    for rank in run_each_on_ranks(cases, 2):
+        for name, losses in rank.items():
+            expected = rank["tables beside ddp" if name.startswith("tables") else "ddp"]
+            assert losses == pytest.approx(expected, rel=1e-5), name

@@ -39,6 +39,7 @@ FEWER_STEPS = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
 SMALL = {"min_num_parameters": 8}
 CASES: dict[str, tuple[Any, ...]] = {
     "bare and tied": (_both, "BareAndTied", SMALL, {}),
+    "of a generic class": (_both, "GenericFirst", SMALL, {}),
     "all for the whole step": (_both, "BareAndTied", {"wrap": []}, {}),
     "clipped and accumulated": (_both, "BareAndTied", SMALL, FEWER_STEPS),
     "batch norm": (_both, "WithBatchNorm", SMALL, {}),
