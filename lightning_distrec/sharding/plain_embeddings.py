@@ -20,6 +20,8 @@ HARMLESS = frozenset({
     *("__dict__", "__weakref__", "__annotations__", "__firstlineno__", "__static_attributes__"),
 })
 """What a subclass may have of its own and still be looked up as nn.Embedding is."""
+WATCH = "Register them on what is looked up. For wandb's watch, set log='parameters'"
+"""What to do about hooks on the gradient of a table."""
 POOLINGS = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
 
 
@@ -93,7 +95,7 @@ class PlainEmbeddings:
         if not isinstance(plain.weight, nn.Parameter):
             return "its weight is computed, not a parameter (a parametrization)"
         if have_gradient_hooks([plain.weight]):
-            return "its weight has gradient hooks, which would see a part of the gradient only"
+            return f"its weight has gradient hooks, which would see a part of the gradient only. {WATCH}"
         besides = [name for name, _ in [*plain.named_parameters(), *plain.named_buffers()] if name != "weight"]
         if besides:
             return f"it has a '{besides[0]}' besides its weight"

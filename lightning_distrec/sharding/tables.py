@@ -24,7 +24,7 @@ from lightning_distrec._compat.torchrec_collisions import COLLISIONS, EMBEDDINGS
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.sharding.mapping.spec import MappingSpec, specs_of
 from lightning_distrec.sharding.mapping.state import finds_rows
-from lightning_distrec.sharding.plain_embeddings import NO_CONVERSION, Conversion, PlainEmbeddings
+from lightning_distrec.sharding.plain_embeddings import NO_CONVERSION, WATCH, Conversion, PlainEmbeddings
 from lightning_distrec.sharding.proxies import ShardedProxy
 
 CALLERS = (
@@ -274,7 +274,7 @@ def _check(tables: list[Table]) -> None:
         if have_gradient_hooks([table.parameter]):
             raise ShardingError(
                 f"the weight of table '{table.full_name}' has gradient hooks, which would see only this rank's shard "
-                "of the gradient. Register them on the looked up vectors instead."
+                f"of the gradient. {WATCH}."
             )
         if table.parameter.dtype not in (torch.float32, torch.float16):
             raise ShardingError(

@@ -104,10 +104,18 @@ class Decisions:
         return [own_optimizer.optimizer for own_optimizer in self.own_optimizers]
 
 
-def select_tables(module: nn.Module, settings: TableSettings) -> SelectedTables:
-    """Find the tables to shard in an unsharded module: the one place that looks. Raises ConfigError, ShardingError."""
+def select_tables(
+    module: nn.Module, settings: TableSettings, left_alone: Mapping[str, str] | None = None
+) -> SelectedTables:
+    """Find the tables to shard in an unsharded module: the one place that looks. Raises ConfigError, ShardingError.
+
+    left_alone: path -> reason, of what is not sharded because another rank cannot.
+    """
     give_rows_to_buffers(module)
     candidates = find_tables(module, settings.conversion)
+    if left_alone:
+        shardable = [table for table in candidates.tables if table.collection not in left_alone]
+        candidates = replace(candidates, tables=shardable, left_alone=candidates.left_alone | dict(left_alone))
     refuse_named_odd_dims(candidates.tables, candidates.odd_tables, candidates.left_alone, settings.table_options)
     options = options_by_table(
         [*candidates.tables, *candidates.odd_tables], settings.default_options, settings.table_options

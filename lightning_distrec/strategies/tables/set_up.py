@@ -10,7 +10,7 @@ connect          optimizers and the shards
 """
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -38,7 +38,7 @@ from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.shard_tables import TableSharding, detach_rows, shard_tables
 from lightning_distrec.sharding.sharded_tables import ShardedTables, refuse_foreign_shards, sharded_tables_of
 from lightning_distrec.sharding.sharders import ShardingByTable
-from lightning_distrec.sharding.tables import Table
+from lightning_distrec.sharding.tables import Table, find_tables
 from lightning_distrec.strategies.data_parallel.loss_weight import LossWeight
 from lightning_distrec.strategies.data_parallel.replicated_layers import ReplicaCheck
 from lightning_distrec.strategies.tables.cluster_facts import find_facts
@@ -71,7 +71,8 @@ def set_up_tables(inputs: SetUpInputs) -> RunTables | None:
         # An evaluation updates nothing, so the shards of the last fit serve as they are; a fit needs new param groups.
         return _look_up(inputs, earlier, plan_of(earlier, inputs), updates)
     with _unsharded(earlier):
-        decisions = inputs.consensus.all_or_none("setup", lambda: _decide(inputs, earlier))
+        left_alone = _left_alone_on_a_rank(inputs)
+        decisions = inputs.consensus.all_or_none("setup", lambda: _decide(inputs, earlier, left_alone))
         # Before anything is exchanged by table: ranks with other tables would pair the wrong ones.
         counts_ids = _check_same_tables(inputs, decisions.tables)
         for warning in decisions.warnings:
@@ -98,8 +99,26 @@ def _unsharded(earlier: ShardedTables | None) -> Iterator[None]:
         raise
 
 
-def _decide(inputs: SetUpInputs, earlier: ShardedTables | None) -> Decisions:
-    selection = select_tables(inputs.module, inputs.settings)
+def _left_alone_on_a_rank(inputs: SetUpInputs) -> dict[str, str]:
+    """Collective. Return path -> reason, of what some ranks leave unsharded and others would shard.
+
+    A hook that is registered on one rank is such a reason; wandb's watch, which runs on rank 0, registers some.
+    """
+
+    def find_left_alone() -> dict[str, str]:
+        return find_tables(inputs.module, inputs.settings.conversion).left_alone
+
+    gathered = inputs.consensus.all_gather(inputs.consensus.all_or_none("setup", find_left_alone))
+    return {
+        path: f"on rank {rank}, {reason}"
+        for rank, left_alone in reversed(list(enumerate(gathered)))
+        for path, reason in left_alone.items()
+        if not all(path in remote for remote in gathered)
+    }
+
+
+def _decide(inputs: SetUpInputs, earlier: ShardedTables | None, left_alone: Mapping[str, str]) -> Decisions:
+    selection = select_tables(inputs.module, inputs.settings, left_alone)
     if selection.tables:
         require_kernels(inputs.device)
     if earlier is not None:

@@ -1,5 +1,6 @@
 """Plain embeddings that cannot be sharded exactly stay whole with a word, or are refused where they were asked for."""
 
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from lightning_distrec import TorchRecShardedStrategy
 from lightning_distrec.errors import DistRecError
@@ -25,6 +27,18 @@ class MyEmbedding(nn.Embedding):
         return 2 * super().forward(input)
 
 
+def _watch(weight: nn.Parameter) -> None:
+    """Register a hook as wandb's watch does, which Lightning calls on rank 0 alone."""
+    if os.environ.get("RANK", "0") == "0":
+        weight.register_hook(lambda gradient: None)
+
+
+def _watched() -> nn.Embedding:
+    embedding = nn.Embedding(ROWS, DIM)
+    _watch(embedding.weight)
+    return embedding
+
+
 WHOLE: dict[str, tuple[Callable[[], Embedding], str]] = {
     "normed": (rows_maker(max_norm=1.0), r"max_norm=1\.0"),
     "normed_bag": (bags_maker("sum", max_norm=2.0), r"max_norm=2\.0"),
@@ -33,6 +47,7 @@ WHOLE: dict[str, tuple[Callable[[], Embedding], str]] = {
     "narrow": (lambda: nn.Embedding(ROWS, 6), "embedding_dim=6"),
     "mine": (lambda: MyEmbedding(ROWS, DIM), "MyEmbedding is a subclass"),
     "tied": (rows_maker(), "output.weight"),
+    "watched": (_watched, r"its weight has gradient hooks, .* For wandb's watch, set log='parameters'"),
 }
 
 
@@ -118,6 +133,8 @@ def test_what_stays_whole_is_reported_once_by_rank_zero_and_trains_exactly(
     assert tables == (["item"] if case in ("all", "auto") else [])
     batches = [[_whole_batch(step, rank) for rank in range(2)] for step in range(3)]
     far = too_far(state, train_unsharded(seeded(LeftWhole, *arguments), batches).state_dict(), 1e-6)
+    if requested:
+        assert any("'watched'" in text and "on rank 0, its weight has gradient hooks" in text for text in message)
     # Under DDP each rank's lookups shrink rows of its own copy: with max_norm the ranks' copies differ, ours as DDP's.
     assert not {key for key in far if not key.startswith("normed")}
 
@@ -127,6 +144,16 @@ class ReadsWeight(LeftWhole):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return nn.functional.cross_entropy(self.item(batch) @ self.item.weight.T, batch)
+
+
+class WatchedBags(LeftWhole):
+    """A collection whose table has a hook on rank 0."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(names)
+        table = EmbeddingBagConfig(name="bags", embedding_dim=DIM, num_embeddings=ROWS, feature_names=["f"])
+        self.collection = EmbeddingBagCollection(tables=[table])
+        _watch(self.collection.embedding_bags["bags"].weight)
 
 
 class BadIds(LeftWhole):
@@ -144,6 +171,12 @@ REFUSED: dict[str, tuple[type, tuple[str, ...], Any, str]] = {
     "unknown path": (LeftWhole, (), ["itm"], "ConfigError: .*'itm'; did you mean 'item'"),
     "unknown path among known": (LeftWhole, (), ["item", "towers.0"], r"ConfigError: .*'towers\.0'"),
     "no embedding": (LeftWhole, ("tied",), ["output"], "ConfigError: .*'output'.* item, tied"),
+    "watched bags": (
+        WatchedBags,
+        (),
+        "all",
+        "ShardingError: .*table 'collection.bags' has gradient hooks.* For wandb's watch, set log='parameters'",
+    ),
     "weight": (ReadsWeight, (), ["item"], "ShardedWeightError: .*gathered_weight"),
     "bad ids": (BadIds, (), "all", rf"IdsError: .*'item' has the id {ROWS + 2}"),
 }
