@@ -207,3 +207,45 @@ def _is_on_its_device(metric: Metric) -> bool:
         return set(map(_DEVICE_OF, chain(tensors, *lists))) <= {device}
     except AttributeError:
         return False
+
+
+def before_values_are_reduced(trainer: Any, call: Callable[[], None]) -> Patches:
+    """Call `call` at the ends of a trainer's epochs and evaluations, before their values are reduced over ranks.
+
+    All ranks come there: at the end of the batches, and after the hooks at the end of an epoch, which log as well.
+    """
+    # Source: logger_connector.py in lightning/pytorch/trainer/connectors/logger_connector, and the loops that call it.
+    connector, patches = trainer._logger_connector, Patches()
+    for name in ("epoch_end_reached", "update_train_epoch_metrics", "update_eval_epoch_metrics"):
+        patches.replace(connector, name, _calling_first(call, getattr(connector, name)))
+    return patches
+
+
+def _calling_first(call: Callable[[], None], method: Callable[[], Any]) -> Callable[[], Any]:
+    def called() -> Any:
+        call()
+        return method()
+
+    return called
+
+
+def reduced_values(trainer: Any) -> dict[str, tuple[str, bool]]:
+    """Return key -> (name, whether it is reduced in each step), of the running loop's values that all ranks reduce.
+
+    They are in the order in which they are reduced at the end of the epoch. Those of a group of ranks, or of rank 0
+    alone, are left out.
+    """
+    return {
+        key: (metric.meta.name, metric.is_tensor and metric.meta.on_step)
+        for key, metric in (trainer._results or {}).items()
+        if (metric.meta.sync.should or not metric.is_tensor)
+        and metric.meta.sync._group is None
+        and not metric.meta.sync.rank_zero_only
+    }
+
+
+def reorder_reduced_values(trainer: Any, keys: list[str]) -> None:
+    """Let the running loop's values be reduced in the order of their keys."""
+    results = trainer._results
+    for key in keys:
+        results[key] = results.pop(key)

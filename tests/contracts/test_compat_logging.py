@@ -16,6 +16,7 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
 
 from lightning_distrec._compat import lightning_logging as _lightning_logging
+from tests.support.ranks import run_on_ranks
 
 
 class Model(pl.LightningModule):
@@ -219,3 +220,51 @@ def test_a_call_that_recurs_takes_few_functions() -> None:
         trainer.fit(Logs(logs), DataLoader(torch.ones(6, 2)))
     assert counts[4] <= 12 < counts[0] / 10, counts
     assert type(trainer.fit_loop.epoch_loop._results).__name__ == "_ResultCollection"
+
+
+class Reduced(pl.LightningModule):
+    """Logs what ranks reduce, and what they do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.mean = nn.Linear(2, 1), MeanMetric()
+        self.calls: list[dict[str, tuple[str, bool]]] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.layer(batch).sum()
+        self.mean.update(loss.detach())
+        self.log("step", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("epoch", loss, on_step=False, on_epoch=True, sync_dist=True)
+        self.log("metric", self.mean, on_step=False, on_epoch=True)
+        self.log("local", loss, on_step=False, on_epoch=True)
+        self.log("zero", loss, on_step=False, on_epoch=True, sync_dist=True, rank_zero_only=True)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.calls.append({})
+        self.log("late", 1.0, sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _reduced() -> list[dict[str, tuple[str, bool]]]:
+    model = Reduced()
+    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy="ddp", max_epochs=1, **options)
+
+    def look() -> None:
+        model.calls.append(_lightning_logging.reduced_values(trainer))
+        _lightning_logging.reorder_reduced_values(trainer, sorted(_lightning_logging.reduced_values(trainer)))
+
+    with _lightning_logging.before_values_are_reduced(trainer, look):
+        trainer.fit(model, DataLoader([torch.ones(2)] * 2, batch_size=1))
+    return model.calls
+
+
+def test_reduced_values_are_those_that_ranks_reduce_and_are_known_before_they_are() -> None:
+    [(batches, hook, end)] = run_on_ranks(_reduced, 1)
+    assert list(batches.values()) == [("step", True), ("epoch", False), ("metric", False)]
+    assert hook == {}
+    names = [name for name, _ in end.values()]
+    assert names == ["epoch", "metric", "step", "late"], "what was logged before is in the order that was asked for"
