@@ -7,7 +7,8 @@ from lightning_distrec.errors import ConfigError
 
 CHANGE = (
     "lightning_distrec works with lightning.pytorch: write `import lightning.pytorch as pl` for "
-    "`import pytorch_lightning as pl`, and `from lightning.pytorch...` for `from pytorch_lightning...`, in all files."
+    "`import pytorch_lightning as pl`, and `from lightning.pytorch...` for `from pytorch_lightning...`, in all files. "
+    "For an installed package that imports it, write `import lightning_distrec.pytorch_lightning` before its import."
 )
 
 

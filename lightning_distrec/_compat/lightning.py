@@ -157,21 +157,31 @@ def call_transfer_hook(module: Any, batch: Any, dataloader_idx: int) -> Any:
 def override_environment_choice(is_ours: Callable[[Any], bool], choose: Callable[[], Any]) -> Patches:
     """Let `choose` return the cluster environment of a Trainer whose strategy, or its name, `is_ours`.
 
-    An environment that the user passes as a plugin stays, and so does everything for other strategies.
+    An environment that the user passes as a plugin stays, and so does everything for other strategies. An instance of
+    ours that another Trainer has had is asked to leave it, by its method `leave_trainer`.
     """
     # Upstream chooses by the first environment whose `detect` is True, before it creates the strategy, and some of
-    # them raise in their constructor, so that a strategy cannot correct the choice later.
-    # Can go when Lightning lets a strategy choose its environment.
-    # Source: lightning/pytorch/trainer/connectors/accelerator_connector.py, `_choose_and_init_cluster_environment`.
+    # them raise in their constructor, so that a strategy cannot correct the choice later. And it takes what a Trainer
+    # has given a strategy for what the user has, which conflicts with the flags of another Trainer.
+    # Can go when Lightning lets a strategy choose its environment, and takes a strategy twice.
+    # Source: lightning/pytorch/trainer/connectors/accelerator_connector.py, `_choose_and_init_cluster_environment`,
+    # `_check_config_and_set_final_flags`.
     original = _AcceleratorConnector._choose_and_init_cluster_environment
+    check = _AcceleratorConnector._check_config_and_set_final_flags
 
     def choose_for_ours(self: Any) -> Any:
         if self._cluster_environment_flag is None and is_ours(self._strategy_flag):
             return choose()
         return original(self)
 
+    def check_flags(self: Any, strategy: Any, **flags: Any) -> None:
+        if is_ours(strategy) and (leave := getattr(strategy, "leave_trainer", None)) is not None:
+            leave()
+        check(self, strategy, **flags)
+
     patches = Patches()
     patches.replace(_AcceleratorConnector, "_choose_and_init_cluster_environment", choose_for_ours)
+    patches.replace(_AcceleratorConnector, "_check_config_and_set_final_flags", check_flags)
     return patches
 
 

@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("pytorch_lightning", reason="this version of lightning does not install pytorch_lightning")
 
 CHANGE = "write `import lightning.pytorch as pl` for `import pytorch_lightning as pl`"
+ALIAS = "write `import lightning_distrec.pytorch_lightning` before its import"
 TRIES = """
 import lightning_distrec
 import pytorch_lightning as pl
@@ -71,5 +72,63 @@ def test_what_to_import_is_said_where_the_namespaces_meet(tmp_path: Path) -> Non
     ]
     *lines, end = ended.stdout.splitlines()
     assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts
-    assert all(CHANGE in line for line in lines[-2:])
+    assert all(CHANGE in line and ALIAS in line for line in lines[-2:])
     assert end == "end"
+
+
+FORECASTS = """
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.demos.boring_classes import BoringModel
+import lightning_fabric.utilities
+
+class Forecast(BoringModel):
+    pass
+
+def train(**options):
+    trainer = pl.Trainer(accelerator="cpu", devices=1, fast_dev_run=True, enable_progress_bar=False, **options)
+    trainer.fit(Forecast())
+    return trainer
+"""
+ALIASED = """
+import lightning_distrec.pytorch_lightning
+import forecasts
+import lightning.pytorch
+import lightning.fabric.utilities
+import lightning_distrec
+
+trainer = forecasts.train(strategy="ddp_tuned")
+trainer = forecasts.train(strategy=lightning_distrec.TunedDDPStrategy(), callbacks=[forecasts.ModelCheckpoint()])
+print(forecasts.pl is lightning.pytorch, type(trainer).__module__, trainer.global_step)
+print(forecasts.ModelCheckpoint is lightning.pytorch.callbacks.ModelCheckpoint)
+print(forecasts.lightning_fabric.utilities is lightning.fabric.utilities, lightning.pytorch.callbacks.__spec__.name)
+try:
+    import pytorch_lightning.no_such_module
+except ModuleNotFoundError as error:
+    print(error)
+"""
+TOO_LATE = "import forecasts\nimport lightning_distrec.pytorch_lightning"
+
+
+def _run_with_package(script: str, folder: Path) -> "subprocess.CompletedProcess[str]":
+    (folder / "forecasts.py").write_text(FORECASTS)
+    (folder / "script.py").write_text(script)
+    return subprocess.run(
+        [sys.executable, "script.py"], capture_output=True, text=True, timeout=120, cwd=folder, check=False
+    )
+
+
+def test_a_package_that_imports_pytorch_lightning_gets_lightnings_classes(tmp_path: Path) -> None:
+    ended = _run_with_package(ALIASED, tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-4:] == [
+        "True lightning.pytorch.trainer.trainer 1",
+        "True",
+        "True lightning.pytorch.callbacks",
+        "No module named 'pytorch_lightning.no_such_module'",
+    ]
+
+
+def test_an_alias_that_comes_too_late_is_refused_by_the_package_that_came_first(tmp_path: Path) -> None:
+    error = _run_with_package(TOO_LATE, tmp_path).stderr.splitlines()[-1]
+    assert "comes too late: pytorch_lightning was imported before (by forecasts), and its classes are in use" in error

@@ -15,7 +15,7 @@ MAX_LINES = 400
 
 ROOMS = {"cluster", "sharding", "optimizers", "prefetch", "checkpoint"}
 GROUND = {"errors", "versions", "ranks", "spans", "chunks", "host_memory", "gpu", "units", "atomic_files", "_compat"}
-GROUND |= {"late_weights", "namespaces", "option_values", "own_operations", "unpicklable"}
+GROUND |= {"late_weights", "namespaces", "option_values", "own_operations", "pytorch_lightning", "unpicklable"}
 SHARDING = {
     "sharding",
     "sharding/mapping",
@@ -47,6 +47,7 @@ MAY_IMPORT = {
     "units": {"errors"},
     "unpicklable": {"errors"},
     "namespaces": {"errors"},
+    "pytorch_lightning": {"errors"},
     "option_values": {"errors"},
     "atomic_files": set(),
     "own_operations": set(),

@@ -64,6 +64,11 @@ class AbsentTensor(Tensor):
             result = func(*args, **kwargs)
         return apply_to_collection(result, Tensor, _absent)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Return another one: there are no values to copy."""
+        copied = memo[id(self)] = absent_parameter(self) if isinstance(self, nn.Parameter) else self
+        return copied
+
 
 def _refuse_write(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise UnsupportedError: a tensor that this rank has would be written to, and the write be lost."""

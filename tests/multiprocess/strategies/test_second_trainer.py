@@ -1,0 +1,112 @@
+"""A strategy object outlives its Trainer: packages give one to several, copy it, and pickle it with their settings."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+
+from lightning_distrec import PipelineParallelStrategy, TorchRecShardedStrategy, TunedDDPStrategy, TunedFSDPStrategy
+from tests.support.dense_models import WIDTH, Recording, loader, whole_batches
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
+from tests.support.trainers import DEFAULTS
+
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "ddp_tuned": TunedDDPStrategy,
+    "fsdp_tuned": TunedFSDPStrategy,
+    "pipeline_parallel": lambda: PipelineParallelStrategy(microbatches=2),
+    "torchrec_sharded": TorchRecShardedStrategy,
+}
+SHARDED = ("fsdp_tuned", "torchrec_sharded")
+
+
+class Net(Recording):
+    """A chain of layers, with a table before it or not."""
+
+    def __init__(self, has_table: bool = False) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1))
+        table = EmbeddingBagConfig(name="t", embedding_dim=WIDTH, num_embeddings=20, feature_names=["f"])
+        self.bags = EmbeddingBagCollection(tables=[table]) if has_table else None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.bags is not None:
+            features = KeyedJaggedTensor(["f"], (inputs[:, 0] > 0).long(), lengths=torch.ones(len(inputs)).long())
+            inputs = inputs + self.bags(features).values()
+        return self.net(inputs)
+
+
+class MakesTrainer(Net):
+    """Makes another Trainer with its strategy while it trains."""
+
+    def on_train_start(self) -> None:
+        _trainer(self.trainer.strategy)
+
+
+def _trainer(strategy: Any) -> pl.Trainer:
+    return pl.Trainer(strategy=strategy, devices=rank_and_num_ranks()[1], **DEFAULTS)
+
+
+def _fit(trainer: pl.Trainer, name: str, kind: type[Net] = Net) -> list[float]:
+    pl.seed_everything(5)
+    model = kind(name == "torchrec_sharded")
+    rank, num_ranks = rank_and_num_ranks()
+    trainer.fit(model, whole_batches(2) if name == "pipeline_parallel" else loader(rank, num_ranks))
+    return model.losses
+
+
+def _words(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _reuse(name: str) -> dict[str, Any]:
+    strategy = STRATEGIES[name]()
+    first = _trainer(strategy)
+    losses = [_fit(first, name)]
+    pickled: list[bytes] = []
+    said = {"pickle": _words(lambda: pickled.append(pickle.dumps(strategy)))}
+    second = _trainer(strategy)
+    losses.append(_fit(second, name))
+    first.fit_loop.max_epochs = 2  # it counts its epochs
+    losses.append(_fit(first, name))
+    if pickled:
+        losses.append(_fit(_trainer(pickle.loads(pickled[0])), name))
+    losses.append(_fit(_trainer(copy.deepcopy(STRATEGIES[name]())), name))
+    said["copy"] = _words(lambda: copy.deepcopy(strategy))
+    said["within"] = _words(lambda: _fit(_trainer(STRATEGIES[name]()), name, MakesTrainer))
+    said["fabric"] = _words(lambda: Fabric(strategy=strategy, devices=1))
+    return {"losses": losses, "said": said}
+
+
+@pytest.fixture(scope="module")
+def actual() -> list[dict[str, Any]]:
+    """What each rank computed and said, by strategy."""
+    return run_each_on_ranks({name: (_reuse, name) for name in STRATEGIES}, 2)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_trainers_share_a_strategy_or_are_told_why_not(actual: list[dict[str, Any]], name: str) -> None:
+    for rank, results in enumerate(actual):
+        first, *others = results[name]["losses"]
+        # Of a pipeline the last stage alone computes losses.
+        assert len(first) == (0 if name == "pipeline_parallel" and rank == 0 else 6)
+        assert len(others) == (3 if name in SHARDED else 4)
+        assert all(losses == first for losses in others)
+        said = results[name]["said"]
+        assert said["copy"] == ""
+        assert bool(said["pickle"]) == (name in SHARDED)
+        if said["pickle"]:
+            assert said["pickle"].startswith("ShardingError: a sharded module cannot be pickled: this rank has only")
+        assert said["within"].startswith("ConfigError: this ")
+        assert "is in a run of another Trainer (trainer.fit). Give a Trainer that is made within" in said["within"]
+        assert "for lightning.pytorch's Trainer, not for Fabric" in said["fabric"]
