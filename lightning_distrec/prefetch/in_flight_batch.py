@@ -44,6 +44,11 @@ class PrefetchedLookup:
         )
         return is_same and are_unwritten(self._versions)
 
+    @property
+    def is_looked_up(self) -> bool:
+        """Whether its rows were looked up before the call."""
+        return self._looked_up is not None
+
     def take(self, arguments: tuple[Any, ...] | None = None) -> tuple[Any, bool]:
         """Collective. Return the outputs, and whether they were looked up before. arguments: None where they differ."""
         self.is_taken = True

@@ -229,6 +229,10 @@ class Prefetcher:
         else:
             self.differing.agree_on_weights(step.weighted_calls)
 
+    def num_waiting(self) -> int:
+        """Return how many lookups of the running step were prefetched, and neither looked up nor called yet."""
+        return 0 if self._step is None else sum(not lookup.is_looked_up for lookup in self._step.batch.waiting)
+
     def end_step(self, has_backward: bool) -> None:
         """Collective. End the user's step. Raises ProvenanceError or RankError where no backward follows."""
         step = self._step
@@ -239,6 +243,8 @@ class Prefetcher:
         if self._learner.is_recording and self._learner.end_step():
             self._prefetch_following(step)
         self.differing.late.end_step()
+        for lookup in step.batch.waiting:  # the other ranks may call what this rank's step has not
+            lookup.take()
         step.send_following()
         # Not sent yet where nothing was prefetched, or where the step made fewer calls. Each rank sends one in a step.
         message = step.message or self._send_message(step)

@@ -8,7 +8,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
-from lightning_distrec import spans
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.optimizers.zero_partition import ZeroPartition, check_partitionable, partition_steps
 from lightning_distrec.option_values import as_options
@@ -147,6 +146,5 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        run = self.before_training_step()
-        with spans.span(spans.FORWARD), run.activations.step():
+        with self.run.activations.step():
             return super().training_step(*args, **kwargs)

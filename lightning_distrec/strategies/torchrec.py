@@ -204,7 +204,9 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
             run.prefetching.step(args[0], has_backward),
             run.tables.user_step,
         ):
-            return super().training_step(*args, **kwargs)
+            output = self.call_training_step(*args, **kwargs)
+            run.end_training_step(output)
+            return output
 
     @contextmanager
     @override

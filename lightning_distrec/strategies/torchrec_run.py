@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NoReturn
 
 from lightning.pytorch.strategies import DDPStrategy
@@ -28,6 +29,7 @@ from lightning_distrec.sharding.shard_tables import unshard_mappings
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from lightning_distrec.sharding.sharding_groups import NodeLayout, make_groups
 from lightning_distrec.strategies.data_parallel.replicated_layers import BroadcastSkipper, NoBroadcasts
+from lightning_distrec.strategies.data_parallel.unreached_loss import UnreachedLoss
 from lightning_distrec.strategies.fully_sharded.copies import unshard_module
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fully_sharded.fully_sharded_module import FullyShardedModule
@@ -81,6 +83,10 @@ class NoPrefetching:
     def before_backward(self) -> None:
         """Do nothing."""
 
+    def num_waiting(self) -> int:
+        """Return 0: nothing was prefetched."""
+        return 0
+
 
 @dataclass(kw_only=True)
 class TorchRecRun(Run):
@@ -102,6 +108,19 @@ class TorchRecRun(Run):
             super().end()
             for lookup in self.tables.lookups:
                 lookup.meet_ranks = PROCESS.calls_outside.meet
+
+    @cached_property
+    def unreached_loss(self) -> UnreachedLoss:
+        """What completes losses that reach no parameter."""
+        lookups = self.tables.looked_up if isinstance(self.tables, RunTables) else None
+        return UnreachedLoss(self.layers, self.session.consensus.rank, lookups)
+
+    def end_training_step(self, output: Any) -> None:
+        """Raise UnsupportedError: the step has not called tables that the other ranks may wait in."""
+        if isinstance(self.tables, RunTables) and self.session.consensus.num_ranks > 1:
+            loss = output.get("loss") if isinstance(output, dict) else output
+            num_lookups = self.tables.num_lookups() + self.prefetching.num_waiting()
+            self.unreached_loss.refuse_missing_lookups(loss, num_lookups)
 
     def shard_names(self) -> list[str]:
         """Return the names of all parameters and buffers of the modules that hold tables' shards."""

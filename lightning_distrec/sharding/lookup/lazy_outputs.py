@@ -94,6 +94,8 @@ class LazyOutput:
         self._wait: Callable[[], Any] | None = wait
         self._with_gradient = torch.is_grad_enabled()
         self._rows: Any = None
+        self.tensors: list[Tensor] = []
+        """What came back from the exchange, once it is here: where its gradients are sent from."""
 
     @torch.compiler.disable
     def get(self) -> Any:

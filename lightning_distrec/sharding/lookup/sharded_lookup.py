@@ -221,6 +221,19 @@ class ShardedLookup:
         for output in lazy_outputs:
             output.get()
 
+    @property
+    def num_lookups(self) -> int:
+        """How many lookups this step has made so far."""
+        return len(self._lazy_outputs)
+
+    def learning_rows(self) -> list[list[Tensor]]:
+        """Return what came back from each exchange of rows in this step, tensors that require a gradient."""
+        rows = []
+        for output in self._lazy_outputs:
+            output.get()
+            rows.append([tensor for tensor in output.tensors if tensor.requires_grad])
+        return [tensors for tensors in rows if tensors]
+
     @contextmanager
     def _gradients(self, frozen: set[str]) -> Iterator[None]:
         """Let gradients flow where a table learns, and leave the kernels' step counters alone where none does."""
@@ -246,7 +259,8 @@ class PendingRows:
         self._exchange = exchange
         self._hooks = self._lookup.second_gradients.hooks(self._lookup.update_watch)
         self._order = BackwardOrder()
-        return LazyOutput(self._wait)
+        self._output = LazyOutput(self._wait)
+        return self._output
 
     def _wait(self) -> PooledEmbeddings | dict[str, JaggedTensor]:
         lookup, request, outputs = self._lookup, self._request, self._lookup.outputs
@@ -265,6 +279,7 @@ class PendingRows:
             else:
                 rows = outputs.jagged(request.restore(rows, outputs.features), self.frozen)
                 tensors += [jagged.values() for jagged in rows.values()]
+        self._output.tensors = tensors
         if not lookup.has_checked_gradients:
             lookup.check_gradients(tensors, outputs.frozen())
         if request.short is not None:

@@ -5,6 +5,7 @@ gathers the rows and values of all ranks and adds them up, which is fast where a
 slow where it looks up most.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -313,3 +314,15 @@ def _gather(local: Tensor, length: int) -> tuple[list[Tensor], torch.futures.Fut
 
 def _coalesced(rows: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
     return torch.sparse_coo_tensor(rows[None], values, shape, is_coalesced=True, check_invariants=False)
+
+
+def name_option(text: str, strategy: str) -> str:
+    """Return DDP's error about parameters without a gradient with the option of `strategy`; other errors stay."""
+    # Lightning would name its own DDPStrategy, which shards nothing.
+    if "Expected to have finished reduction in the prior iteration" not in text:
+        return text
+    indices = re.search(r"Parameter indices which did not receive grad for rank \d+: [\d ]+", text)
+    return (
+        "the loss of the step before did not depend on some parameters of the module. If that is intended, set "
+        f"{strategy}(find_unused_parameters=True).{f' {indices[0].strip()}.' if indices else ''}"
+    )

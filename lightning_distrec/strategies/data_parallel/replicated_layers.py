@@ -29,6 +29,9 @@ _NO_CONTEXT = nullcontext()
 class ReplicatedLayers:
     """Does nothing around steps of layers that DDP averages; FullyShardedModule does something."""
 
+    needs_losses = False
+    """Whether a loss that reaches no parameter on a rank is refused there: no backward of zeros can be made for it."""
+
     def step(self) -> AbstractContextManager[None]:
         """Do nothing around a step."""
         return _NO_CONTEXT

@@ -39,6 +39,8 @@ from lightning_distrec.strategies.run.process_runs import PROCESS
 class FullyShardedModule(ReplicatedLayers):
     """Runs the steps of a sharded module during one run. The module stays sharded between runs."""
 
+    needs_losses = True
+
     def __init__(self, module: nn.Module, options: FSDPOptions, consensus: Consensus) -> None:
         self._module = module
         self._fsdp_modules = fsdp_modules(module)

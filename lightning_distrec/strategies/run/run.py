@@ -3,14 +3,16 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_distrec._compat.lightning import mark_stop
 from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
 from lightning_distrec.cluster.consensus import Consensus, job_consensus
+from lightning_distrec.errors import ShardingError, UnsupportedError
 from lightning_distrec.optimizers.gradient_hooks import GradientHooks
 from lightning_distrec.strategies.checkpoints.checkpointing import Checkpointing
 from lightning_distrec.strategies.data_parallel.replicated_layers import (
@@ -18,6 +20,8 @@ from lightning_distrec.strategies.data_parallel.replicated_layers import (
     NoBroadcasts,
     ReplicatedLayers,
 )
+from lightning_distrec.strategies.data_parallel.unreached_loss import ADVICE, UnreachedLoss, reaches_a_parameter
+from lightning_distrec.strategies.run.logged_keys import LoggedKeys
 from lightning_distrec.strategies.run.stopping import StopHandler
 
 
@@ -75,6 +79,33 @@ class Run:
         """Whether the run trains."""
         return self.trainer.state.fn == TrainerFn.FITTING
 
+    @property
+    def method(self) -> str:
+        """The Trainer's method that runs: "fit", "validate"."""
+        function = self.trainer.state.fn
+        return "" if function is None else function.value
+
+    @cached_property
+    def unreached_loss(self) -> UnreachedLoss:
+        """What completes losses that reach no parameter."""
+        return UnreachedLoss(self.layers, self.session.consensus.rank)
+
+    @cached_property
+    def logged_keys(self) -> LoggedKeys:
+        """What compares the names of logged values over the ranks."""
+        return LoggedKeys(self.trainer, self.session.consensus)
+
+    def complete(self, loss: Tensor, model: nn.Module) -> Tensor:
+        """Return a loss whose backward makes all exchanges of this rank. Raises UnsupportedError: it cannot."""
+        if self.session.consensus.num_ranks == 1:
+            return loss
+        if self.dense.needs_losses and not reaches_a_parameter(loss):
+            raise UnsupportedError(
+                f"the loss on rank {self.session.consensus.rank} reaches no parameter, and layers that are sharded are "
+                f"gathered in backward: the other ranks would wait for this one. {ADVICE}"
+            )
+        return self.unreached_loss.complete(loss, model)
+
     def layers(self) -> dict[str, nn.Parameter]:
         """Return the parameters without tables that this rank has, by name."""
         return dict(self.module.named_parameters())
@@ -93,3 +124,17 @@ class Run:
         # Hooks and patches are undone also where the writer of a checkpoint has failed, which is raised after that.
         with self.undo:
             self.session.checkpoints.finish(self.has_failed)
+
+
+def refuse_shards_of_torchrec(module: nn.Module) -> None:
+    """Raise ShardingError: TorchRec has sharded the module already."""
+    for path, child in module.named_modules():
+        # By name: looking for the class would import torchrec in every run. Ours are not in the module tree.
+        if any(
+            kind.__name__ == "ShardedModule" and kind.__module__.startswith("torchrec.") for kind in type(child).__mro__
+        ):
+            raise ShardingError(
+                f"'{path}' is already sharded by TorchRec: by DistributedModelParallel, shard or shard_modules. Keep "
+                "the unsharded module, which strategy='torchrec_sharded' shards. A plan of your own: "
+                "planning={'plan_file': plan}, with TorchRec's ShardingPlan."
+            )

@@ -1,7 +1,6 @@
 """The hooks that are the same for all strategies of ours: their ranks begin, save, stop and end at the same points."""
 
 import os
-import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Generic, Literal, TypeVar, get_args
@@ -12,7 +11,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -21,7 +20,7 @@ from lightning_distrec import spans
 from lightning_distrec._compat import hide_upstream_deprecations
 from lightning_distrec._compat.lightning import call_overridden_hooks
 from lightning_distrec._compat.lightning_checkpoints import resume_from
-from lightning_distrec._compat.lightning_logging import log_at_less_python
+from lightning_distrec._compat.lightning_logging import before_values_are_reduced, log_at_less_python
 from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
 from lightning_distrec.cluster.environment import LaunchedRanks, check_numbers, local_world_size, publish_ranks
 from lightning_distrec.cluster.host_resources import THREADS_VARIABLE
@@ -34,6 +33,7 @@ from lightning_distrec.prefetch.even_batches import UnevenInputs, even
 from lightning_distrec.strategies.checkpoints.checkpoint_io import refuse_checkpoint_io
 from lightning_distrec.strategies.checkpoints.job_fit import FIT_NUMBERS, JobFit, run_name
 from lightning_distrec.strategies.checkpoints.resuming import Resuming
+from lightning_distrec.strategies.data_parallel.gradient_exchange import name_option
 from lightning_distrec.strategies.run.checkpoint_hooks import CheckpointHooks, full_value
 from lightning_distrec.strategies.run.launched_ranks import (
     Waits,
@@ -45,7 +45,7 @@ from lightning_distrec.strategies.run.launched_ranks import (
 )
 from lightning_distrec.strategies.run.lightning_callbacks import drops_repeats
 from lightning_distrec.strategies.run.process_runs import PROCESS
-from lightning_distrec.strategies.run.run import Run, start_session
+from lightning_distrec.strategies.run.run import Run, refuse_shards_of_torchrec, start_session
 from lightning_distrec.strategies.run.stopping import STOPPED, StopHandler, StopOptions
 
 AnyRun = TypeVar("AnyRun", bound=Run)
@@ -77,6 +77,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
     """Where the fit begins, and what its checkpoints are called; None before the first fit."""
     _run: AnyRun | None = None
     undo_last = ExitStack()  # of a launch that has failed
+    _has_trainer = False
 
     def __init__(
         self,
@@ -107,6 +108,9 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         PROCESS.leave_at_exit(self.release)
         hide_upstream_deprecations()
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}, for lightning.pytorch's Trainer, not for Fabric>"  # in Fabric's refusal
+
     @property
     def run(self) -> AnyRun:
         """What the run has that is in progress, from `setup` to `teardown`."""
@@ -129,6 +133,21 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
     def num_nodes(self, num_nodes: int) -> None:
         self._num_nodes = num_nodes
 
+    def leave_trainer(self) -> None:
+        """Forget what a Trainer has given this strategy, so that another Trainer can; called before that is made.
+
+        Raises ConfigError: a run of the other Trainer is in progress.
+        """
+        if self._run is not None:
+            raise ConfigError(
+                f"this {type(self).__name__} is in a run of another Trainer (trainer.{self._run.method}). "
+                "Give a Trainer that is made within a run a strategy of its own."
+            )
+        if self._has_trainer:
+            self._has_trainer = False
+            self._accelerator = self._precision_plugin = self._checkpoint_io = self.parallel_devices = None
+            self.cluster_environment = None  # type: ignore[assignment]  # until the Trainer sets the next
+
     @property
     @override
     def root_device(self) -> torch.device:
@@ -143,6 +162,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
 
     @override
     def _configure_launcher(self) -> None:
+        self._has_trainer = True
         # Lightning's launcher sets the variable.
         self._sets_threads = self.launched is not None and THREADS_VARIABLE not in os.environ
         if self.launched is not None:
@@ -208,7 +228,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         """
         session, module = self.session, trainer.lightning_module
         refuse_other_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
-        _refuse_shards_of_torchrec(module)
+        refuse_shards_of_torchrec(module)
         refuse_checkpoint_io(self._checkpoint_options, self.checkpoint_io)
         job = self.resuming.job if self.resuming else JobFit(".", "")
         checkpoints = session.checkpoints
@@ -220,6 +240,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         run.undo.enter_context(local_world_size(self.num_local_ranks))
         run.undo.enter_context(call_overridden_hooks(trainer))
         run.undo.enter_context(log_at_less_python(trainer))
+        run.undo.enter_context(before_values_are_reduced(trainer, run.logged_keys.before_epoch_ends))
         run.undo.enter_context(run.gradient_hooks)
         return run
 
@@ -243,6 +264,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         run = self.run
         run.session.checkpoints.before_step()
         run.buffers.before_step()
+        run.logged_keys.before_step()
         # Making DDP is collective: the user's code unfreezes on all ranks alike, or none could train.
         if any(parameter.requires_grad for parameter in run.frozen):
             self.configure_ddp()  # DDP ignores what was frozen for good: each rank would train weights of its own
@@ -263,7 +285,11 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         run = self.before_training_step()
         with spans.span(spans.FORWARD), run.dense.step():
-            return super().training_step(*args, **kwargs)
+            return self.call_training_step(*args, **kwargs)
+
+    def call_training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Run the user's training_step."""
+        return super().training_step(*args, **kwargs)
 
     @contextmanager
     @override
@@ -273,7 +299,9 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        with self.run.dense.backward(), spans.span(spans.BACKWARD):
+        run = self.run
+        closure_loss = run.complete(closure_loss, self.model)  # type: ignore[arg-type]  # a run has a model
+        with run.dense.backward(), spans.span(spans.BACKWARD):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
@@ -310,7 +338,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
     def refuse_during_run(self, method: str) -> None:
         if self._run is not None:
             raise ShardingError(
-                f"trainer.strategy.{method}() was called while trainer.{self._run.trainer.state.fn} runs, which needs "
+                f"trainer.strategy.{method}() was called while trainer.{self._run.method} runs, which needs "
                 "the shards. Call it on every rank after that."
             )
 
@@ -329,7 +357,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
             if isinstance(exception, SystemExit) and exception.code is None:  # Lightning's, out of an evaluation
                 exception.code, exception.args = STOPPED, (STOPPED,)
         strategy = type(self).__name__
-        exception.args = tuple(_name_option(arg, strategy) if isinstance(arg, str) else arg for arg in exception.args)
+        exception.args = tuple(name_option(arg, strategy) if isinstance(arg, str) else arg for arg in exception.args)
         super().on_exception(exception)
 
     @property
@@ -374,27 +402,3 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         self._run = self._session = None
         self._lightning_module = self.model = None
         self.optimizers, self.lr_scheduler_configs = [], []
-
-
-def _name_option(text: str, strategy: str) -> str:
-    """Return DDP's error about parameters without a gradient with the option of `strategy`; other errors stay."""
-    # Lightning would name its own DDPStrategy, which shards nothing.
-    if "Expected to have finished reduction in the prior iteration" not in text:
-        return text
-    indices = re.search(r"Parameter indices which did not receive grad for rank \d+: [\d ]+", text)
-    return (
-        "the loss of the step before did not depend on some parameters of the module. If that is intended, set "
-        f"{strategy}(find_unused_parameters=True).{f' {indices[0].strip()}.' if indices else ''}"
-    )
-
-
-def _refuse_shards_of_torchrec(module: nn.Module) -> None:
-    for path, child in module.named_modules():
-        # By name: looking for the class would import torchrec in every run. Ours are not in the module tree.
-        kinds = type(child).__mro__
-        if any(kind.__name__ == "ShardedModule" and kind.__module__.startswith("torchrec.") for kind in kinds):
-            raise ShardingError(
-                f"'{path}' is already sharded by TorchRec: by DistributedModelParallel, shard or shard_modules. Keep "
-                "the unsharded module, which strategy='torchrec_sharded' shards. A plan of your own: "
-                "planning={'plan_file': plan}, with TorchRec's ShardingPlan."
-            )

@@ -262,6 +262,10 @@ class Prefetching:
         with OWN:  # under manual optimization the step goes on
             self.prefetcher.before_backward()
 
+    def num_waiting(self) -> int:
+        """Return how many lookups of the step were prefetched, and are made at its end if it does not call them."""
+        return self.prefetcher.num_waiting()
+
     def release(self, failed: bool) -> None:
         """Disconnect it. What is in flight is waited for, unless a step failed."""
         self.prefetcher.failed |= failed

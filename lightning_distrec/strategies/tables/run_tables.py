@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
@@ -252,6 +253,14 @@ class RunTables:
         # That of the step before, until backward computes this step's.
         self.shards.state.loss_weight = 1.0
         self.begin_step()
+
+    def num_lookups(self) -> int:
+        """Return how many lookups this step has made so far."""
+        return sum(lookup.num_lookups for lookup in self.lookups)
+
+    def looked_up(self) -> list[list[Tensor]]:
+        """Return the rows of each lookup of this step that learns; waits for those that no code has accessed."""
+        return [rows for lookup in self.lookups for rows in lookup.learning_rows()]
 
     def before_backward(self) -> None:
         """Raise OptimizerError: the backward before was not followed by a step, and updates run inside of backward."""

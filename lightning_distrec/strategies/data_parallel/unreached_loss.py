@@ -1,0 +1,150 @@
+"""A loss that reaches no parameter on one rank, as `torch.tensor(0.0, requires_grad=True)`, is a loss of zeros there.
+
+Its backward would make no exchange, and the other ranks would wait. In one process its examples add nothing to the
+gradients: the rank takes part with zeros, in the order in which an earlier backward has completed gradients.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from lightning.pytorch.overrides.distributed import prepare_for_backward
+from lightning.pytorch.utilities.rank_zero import rank_prefixed_message
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_distrec.errors import UnsupportedError
+
+Lookups = Callable[[], list[list[Tensor]]]
+"""Returns the rows of each lookup of the running step that learns."""
+ADVICE = "Return a loss of what the step computes, times 0: `(output * 0).sum()`."
+
+
+def reaches_a_parameter(loss: Tensor) -> bool:
+    """Return whether backward would give any parameter a gradient; looks no further than to the first one."""
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        # AccumulateGrad nodes alone have a variable.
+        if isinstance(getattr(node, "variable", None), nn.Parameter):
+            return True
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+    return False
+
+
+class _Joined(torch.autograd.Function):
+    """A loss whose backward reaches further tensors: parameters without a gradient, others with zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, *reached: Tensor) -> Tensor:
+        # Without a gradient DDP takes a parameter for unused, and sends zeros.
+        ctx.zeros = [None if isinstance(tensor, nn.Parameter) else torch.zeros_like(tensor) for tensor in reached]
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient, *ctx.zeros
+
+
+def _sums_of_no_rows(rows: list[Tensor]) -> list[Tensor]:
+    """Return tensors whose backward makes the exchange of a lookup, with zeros."""
+    return [tensor[:0].sum() for tensor in rows]
+
+
+class UnreachedLoss:
+    """Completes the losses of one run on this rank.
+
+    layers: returns name -> parameter of the layers that DDP averages. lookups: see Lookups; None: there are no tables.
+    """
+
+    def __init__(
+        self, layers: Callable[[], Mapping[str, nn.Parameter]], rank: int, lookups: Lookups | None = None
+    ) -> None:
+        self._layers, self._rank, self._lookups = layers, rank, lookups
+        self._order: list[Any] = []
+        """Parameters, and numbers of lookups, as the first backward has completed their gradients."""
+        self._num_lookups = -1  # not known yet
+        self._handles: list[Any] = []
+        self._has_warned = False
+
+    def complete(self, loss: Tensor, model: Any) -> Tensor:
+        """Return a loss whose backward makes this rank's exchanges; `loss` itself, if it reaches a parameter.
+
+        Raises UnsupportedError: in which order is not known.
+        """
+        if self._handles:
+            self._end_recording()
+        if reaches_a_parameter(loss):
+            if self._lookups is not None and self._num_lookups < 0:
+                self._record(self._lookups())
+            return loss
+        groups = self._groups()
+        if not self._has_warned:
+            self._has_warned = True
+            message = (
+                "the loss reaches no parameter: this rank takes part in backward with zeros. Where that happens on all "
+                "ranks in one step, parameters get gradients of 0, and one process would give them none (momentum and "
+                "weight decay go on): set find_unused_parameters=True. This is reported once."
+            )
+            print(rank_prefixed_message(message, self._rank), flush=True)
+        joined = torch.zeros((), device=loss.device, requires_grad=True)
+        for group in reversed(groups):  # autograd runs the youngest node that is ready: the first group is made last
+            joined = _Joined.apply(joined, *group())
+        joined = _Joined.apply(loss, joined)
+        if isinstance(model, DistributedDataParallel) and model.find_unused_parameters:
+            prepare_for_backward(model, joined)  # again: in forward DDP has found no parameter in the loss
+        return joined
+
+    def refuse_missing_lookups(self, loss: Any, num_lookups: int) -> None:
+        """Raise UnsupportedError: the step made fewer lookups than a step before it, and its loss reaches nothing.
+
+        Called at the end of a step. num_lookups: those that it has made, and those that will be made for it.
+        """
+        if num_lookups < max(self._num_lookups, 1) and isinstance(loss, Tensor) and not reaches_a_parameter(loss):
+            self._refuse(num_lookups)
+
+    def _refuse(self, num_lookups: int) -> NoReturn:
+        raise UnsupportedError(
+            f"the loss on rank {self._rank} reaches no parameter, and this step has {num_lookups} lookups of sharded "
+            f"tables, where {max(self._num_lookups, 0)} are known from a step before it: the other ranks would wait "
+            f"for this one. {ADVICE}"
+        )
+
+    def _groups(self) -> list[Callable[[], list[Tensor]]]:
+        """Return what completes at the same time, in the order of backward."""
+        if self._lookups is None:
+            return [lambda: [parameter for parameter in self._layers().values() if parameter.requires_grad]]
+        lookups = self._lookups()
+        if len(lookups) != self._num_lookups:
+            self._refuse(len(lookups))
+        groups: list[Callable[[], list[Tensor]]] = []
+        for entry in self._order:
+            if isinstance(entry, int):
+                groups.append(partial(_sums_of_no_rows, lookups[entry]))
+            elif entry.requires_grad:
+                groups.append(partial(list, [entry]))
+        return groups
+
+    def _record(self, lookups: list[list[Tensor]]) -> None:
+        """Note in which order the backward that begins now completes gradients."""
+        self._num_lookups, completed = len(lookups), self._order
+        for parameter in self._layers().values():
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(completed.append))
+        for number, rows in enumerate(lookups):
+            for tensor in rows:
+                self._handles.append(tensor.register_hook(lambda _, number=number: completed.append(number)))
+
+    def _end_recording(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        # What is not used in a step of DDP without find_unused_parameters has no place: it is taken last.
+        places = {id(entry) if isinstance(entry, Tensor) else entry: entry for entry in reversed(self._order)}
+        unused = [p for p in self._layers().values() if id(p) not in places]
+        numbers = [number for number in range(self._num_lookups) if number not in places]
+        self._order = [*reversed(list(places.values())), *unused, *numbers]
