@@ -134,10 +134,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         self._num_nodes = num_nodes
 
     def leave_trainer(self) -> None:
-        """Forget what a Trainer has given this strategy, so that another Trainer can; called before that is made.
-
-        Raises ConfigError: a run of the other Trainer is in progress.
-        """
+        """Forget what a Trainer has given, for another one. Raises ConfigError: a run of the first is in progress."""
         if self._run is not None:
             raise ConfigError(
                 f"this {type(self).__name__} is in a run of another Trainer (trainer.{self._run.method}). "
@@ -299,9 +296,8 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        run = self.run
-        closure_loss = run.complete(closure_loss, self.model)  # type: ignore[arg-type]  # a run has a model
-        with run.dense.backward(), spans.span(spans.BACKWARD):
+        closure_loss = self.run.complete(closure_loss, self.model)  # type: ignore[arg-type]  # a run has a model
+        with self.run.dense.backward(), spans.span(spans.BACKWARD):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
