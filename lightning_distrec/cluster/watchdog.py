@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import linecache
 import os
 import re
 import select
@@ -18,11 +19,14 @@ from types import FrameType
 from torch.distributed import DistError
 
 from lightning_distrec.cluster.door import encode_fields
-from lightning_distrec.cluster.watchdog_monitor import COMMAND, Settings, is_stopped
+from lightning_distrec.cluster.watchdog_messages import RULE, Settings
+from lightning_distrec.cluster.watchdog_monitor import COMMAND, is_stopped
 from lightning_distrec.errors import RankError
 
 ANSWER_SECONDS = 3.0
 """How long a rank waits for the reason of a failed collective; after that, it gets all ranks' locations."""
+ASK_AFTER_SECONDS = 1.0
+"""When a rank that has ended its run begins to ask why others have not."""
 MAX_STARTS = 6
 """A process that was killed is started again, up to this number in all."""
 CHECKS = 4
@@ -33,12 +37,9 @@ NETWORK_ERROR = re.compile(
 """Words in the plain RuntimeErrors that torch raises when another rank is gone or does not arrive."""
 # The last is this package, which an editable install keeps outside of site-packages.
 NOT_USER_CODE = ("<", "site-packages", "dist-packages", str(Path(os.__file__).parent), str(Path(__file__).parents[1]))
-
-# What a user may not know whose ranks have parted ways.
-RULE = (
-    "All ranks must make the same calls: lookups of sharded tables, all_gather and self.log(sync_dist=True) must not "
-    "be under a condition that differs between ranks, such as trainer.is_global_zero."
-)
+# Files in which a thread waits for other ranks, or starts what does: `backward`. Not those of checkpoints, where it
+# waits for a disk.
+EXCHANGES = re.compile(r"/(torch/(distributed/(?!checkpoint)|autograd/)|torchrec/distributed/)")
 
 
 class Watchdog:
@@ -82,7 +83,28 @@ class Watchdog:
 
     def end_run(self) -> None:
         """Report that the run has ended."""
-        self.send(ended=self._state["started"])
+        self.send(ended=self._state["started"], is_asking=False)
+
+    def begin_end(self) -> str:
+        """Note that this rank waits for the others to end the run, too. Return where, which is the same on all."""
+        self._progress, self._answer = _wait_at_end, {}
+        return f"end of run {self._state['started']}"
+
+    def look_for_failures(self, waited: float) -> None:
+        """Raise RankError: a rank has failed, or is gone, or waits for this one. waited: seconds at the end so far."""
+        # Ranks seldom end at the same moment, and all ranks answer to one that asks.
+        if waited > ASK_AFTER_SECONDS and not self._state.get("is_asking"):
+            self.send(is_asking=True)
+        if verdict := self._answer.get("verdict"):
+            raise RankError(f"{verdict}.")
+
+    def ask(self) -> dict[str, str]:
+        """Return the hub's verdict, and where the ranks are; without a verdict after some seconds."""
+        self._answer = {}
+        self._has_verdict.clear()
+        self.send(is_asking=True, location=self._failure_location)
+        self._has_verdict.wait(ANSWER_SECONDS)
+        return self._answer
 
     def explain(self, failure: BaseException) -> RankError | None:
         """Report that the run has failed. Return why, if another rank is the cause; if not, the others are informed."""
@@ -90,15 +112,9 @@ class Watchdog:
         frames = [*traceback.walk_tb(failure.__traceback__)][::-1]
         self._failure_location = find_location([*frames, *traceback.walk_stack(None)])
         reason = None
-        if is_network_failure(failure):
-            self._answer = {}
-            self._has_verdict.clear()
-            self.send(is_asking=True, location=self._failure_location)
-            # Without a verdict this lasts its full time; `_answer` has the locations by then.
-            self._has_verdict.wait(ANSWER_SECONDS)
-            if answer := self._answer:
-                places = f"a collective failed. Where the ranks are: {answer['locations']}. {RULE}"
-                reason = f"{answer['verdict']}." if answer["verdict"] else places
+        if is_network_failure(failure) and (answer := self.ask()):
+            places = f"a collective failed. Where the ranks are: {answer['locations']}. {RULE}"
+            reason = f"{answer['verdict']}." if answer["verdict"] else places
         # The hub names a rank with a failure of its own as the cause, and this one only follows from another's.
         is_repeated = reason is not None or isinstance(failure, RankError)
         text = "" if is_repeated else f"{type(failure).__name__}: {failure}"[:500]
@@ -133,7 +149,7 @@ class Watchdog:
                     if self._answer["verdict"]:
                         self._has_verdict.set()
                 # By this thread: the main one may be stuck in a collective, which is what the hub wants to know.
-                self.send(location=self._find_location(), progress=self._progress())
+                self.send(location=self._find_location(), progress=self._progress(), is_waiting=self._is_waiting())
             status = self._process.wait()
             # It ended as requested, or along with the interpreter: neither is a reason for another one.
             if self._state.get("is_closed") or sys.is_finalizing():
@@ -149,6 +165,7 @@ class Watchdog:
             if poll.poll(1000 * self._settings.silence_seconds / CHECKS):
                 if not (line := self._process.stdout.readline()):  # type: ignore[union-attr]
                     return
+                was_stopped = False
                 yield line
             # Twice, since both may have been stopped, and the rank may be the first to go on.
             elif was_stopped and self.end_stopped():
@@ -160,12 +177,28 @@ class Watchdog:
     def _print(self, message: str) -> None:
         print(f"[rank: {self._settings.rank}] {message}", flush=True)
 
+    def _is_waiting(self) -> bool:
+        """Whether the main thread waits for other ranks, as far as Python sees."""
+        if self._progress is _wait_at_end:
+            return True
+        frame = sys._current_frames().get(self._main)  # noqa: SLF001
+        if frame is None:
+            return False
+        file = frame.f_code.co_filename
+        # That of an exchange calls into C; others, of threads and processes, are functions of Python with other lines.
+        is_wait = ".wait(" in linecache.getline(file, frame.f_lineno)
+        return is_wait or EXCHANGES.search(file) is not None
+
     def _find_location(self) -> str:
         # After a failure the main thread is in handlers of the exception, far from the line that failed.
         if self._failure_location:
             return self._failure_location
         frames = sys._current_frames()  # noqa: SLF001  documented in spite of its name
         return find_location(traceback.walk_stack(frames[self._main])) if self._main in frames else ""
+
+
+def _wait_at_end() -> str:
+    return "at the end of its run"
 
 
 def is_network_failure(failure: BaseException) -> bool:

@@ -23,7 +23,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 from lightning_distrec.cluster.door import (
@@ -35,9 +35,21 @@ from lightning_distrec.cluster.door import (
     read_fields,
     sign,
 )
+from lightning_distrec.cluster.watchdog_messages import (
+    RULE,
+    HubMessage,
+    RankState,
+    Settings,
+    encode_line,
+    parse_state,
+)
 
 TICK_SECONDS = 0.5
 """How often each process sends its rank's state, and the hub its verdict."""
+ASK_SECONDS = 5.0
+"""How often each process asks its rank whether it waits in an exchange."""
+IDLE_SHARE = 0.1
+"""A process that takes less than this share of a processor's time computes nothing."""
 # Longer than ANSWER_SECONDS in watchdog.py, for which a rank holds an exception back while its run counts as running.
 GRACE_SECONDS = 5.0
 LINGER_SECONDS = 10.0
@@ -52,97 +64,6 @@ COMMAND = [
     str(Path(__file__).resolve().parents[1]),
 ]
 """Its input begins with the settings as a line of JSON."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a rank starts its process with."""
-
-    rank: int
-    pid: int
-    nodes: list[str]
-    """The node of each rank by name; empty where that is not known."""
-    host: str
-    """Address of the hub, and its port."""
-    port: int
-    listener: int | None
-    """File descriptor at which the hub listens; None for the other ranks' processes."""
-    token: str
-    """Known to the ranks of this job only."""
-    silence_seconds: float
-    """A rank that is stopped or silent for this time is taken for lost."""
-
-    def name_ranks(self, *ranks: int) -> str:
-        """Return one rank by number and node, several by their numbers."""
-        if len(ranks) > 1:
-            return f"ranks {', '.join(map(str, ranks[:8]))}" + (" and more" if len(ranks) > 8 else "")
-        return f"rank {ranks[0]}" + (f" on {self.nodes[ranks[0]]}" if self.nodes else "")
-
-    def describe_silence(self, rank: int) -> str:
-        """Return the verdict on a rank that reports nothing."""
-        silence = f"{self.silence_seconds:g} s"
-        return f"{self.name_ranks(rank)} has been silent for {silence}: its machine or the network to it is down"
-
-
-@dataclass(frozen=True)
-class RankState:
-    """What a process knows of its rank, and sends to the hub. Runs (fit, validate ...) are numbered from 1."""
-
-    rank: int
-    started: int = 0
-    """The last run that has started; `ended` and `failed`: the last that has."""
-    ended: int = 0
-    failed: int = 0
-    failure: str = ""
-    """Why it failed; empty if only because of another rank."""
-    is_gone: bool = False
-    is_closed: bool = False
-    """It is not watched any more, and goes on."""
-    is_stopped: bool = False
-    is_leaving: bool = False
-    """Its run has failed, and it gives up its shards and process groups, which may wait for other ranks."""
-    is_asking: bool = False
-    """A collective of it has failed, and it waits for the reason."""
-    killed_for: str = ""
-    """The verdict for which the process has killed its rank."""
-    location: str = field(default="", compare=False)
-    """Where it was, and how far its run, when a rank last asked. These may wait for a tick, and are not compared."""
-    progress: str = field(default="", compare=False)
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the rank is in a run, where it may wait for others."""
-        return self.started > max(self.ended, self.failed) and not (self.is_gone or self.is_closed)
-
-    @property
-    def lingers(self) -> bool:
-        """Whether the rank is leaving, where it may wait for others too."""
-        return self.is_leaving and not (self.is_gone or self.is_closed)
-
-
-@dataclass(frozen=True)
-class HubMessage:
-    """What the hub sends to all."""
-
-    verdict: str = ""
-    """Which rank those that run wait for without end, and why; empty if there is none."""
-    verdict_for_leaving: str = ""
-    """Which rank is gone that those that are leaving may wait for."""
-    locations: str = ""
-    """Where the ranks are, if one of them is asking."""
-
-
-def encode_line(message: RankState | HubMessage) -> bytes:
-    """Return a message as it is sent."""
-    return encode_fields(asdict(message))
-
-
-def parse_state(line: bytes) -> RankState:
-    """Return what a process sends of its rank. Raises ValueError: it is something else."""
-    values = parse_fields(line)
-    if {name: type(value) for name, value in values.items()} != {item.name: item.type for item in fields(RankState)}:
-        raise ValueError("not the state of a rank")
-    return RankState(**values)
 
 
 class Hub:
@@ -238,6 +159,10 @@ class Hub:
         for state in missed:
             if state.is_gone:
                 yield f"{settings.name_ranks(state.rank)} has ended after a failed collective: its own output says more"
+        # Not one that merely takes long: it computes, or waits for a disk, and the others wait for it in one exchange.
+        if all(state.is_stuck for state in waiting) and len({state.progress for state in waiting}) > 1:
+            limit = settings.deadlock_seconds
+            yield f"ranks wait in different exchanges for {limit:g} s: {self._list_locations()}. {RULE}"
 
     def _list_locations(self) -> str:
         """Return where the ranks are, grouped by location."""
@@ -266,6 +191,7 @@ class Monitor:
         self._from_hub = HubMessage()
         self._writer: asyncio.StreamWriter | None = None
         self._ticks = Counter[str]()
+        self._place, self._cpu_seconds, self._is_idle = ("", ""), 0.0, False
 
     async def run(self) -> None:
         """Watch until the rank ends."""
@@ -300,13 +226,27 @@ class Monitor:
         is_silent = self._has_lasted("silent", self._writer is not None, limit)
         silence = self._settings.describe_silence(0) if is_silent else ""
         verdict, reason = silence or self._from_hub.verdict, self._from_hub.verdict_for_leaving or silence
-        if self._state.is_asking or self._from_hub.locations:
+        is_asking = self._watch_exchange()
+        if is_asking or self._state.is_asking or self._from_hub.locations:
             with contextlib.suppress(OSError):  # the rank is gone, or in a long call and reads nothing
                 os.write(1, encode_line(replace(self._from_hub, verdict=verdict)))
         if self._has_lasted("blocked", bool(verdict) and self._state.is_running, GRACE_SECONDS):
             self._kill(verdict, "and this rank would wait forever")
         if self._has_lasted("leaving", bool(reason) and self._state.lingers, limit):
             self._kill(reason, f"and this rank, whose run has failed, has not ended its teardown within {limit:g} s")
+
+    def _watch_exchange(self) -> bool:
+        """Note whether the rank has waited in one exchange for long, and return whether to ask it again."""
+        limit, state = self._settings.deadlock_seconds, self._state
+        self._ticks["asked"] += 1
+        seconds = self._ticks["asked"] * TICK_SECONDS
+        if is_due := limit > 0 and seconds >= min(ASK_SECONDS, limit / 4):
+            place, cpu_seconds = (state.progress, state.location), _cpu_seconds(self._settings.pid)
+            is_at_rest = place == self._place and cpu_seconds - self._cpu_seconds < IDLE_SHARE * seconds
+            self._is_idle = state.is_waiting and is_at_rest
+            self._place, self._cpu_seconds, self._ticks["asked"] = place, cpu_seconds, 0
+        self._change(is_stuck=self._has_lasted("idle", self._is_idle and state.is_running, limit))
+        return is_due and state.is_running
 
     def _has_lasted(self, condition: str, holds: bool, seconds: float) -> bool:
         """Whether a condition has held at every tick for longer than a time."""
@@ -365,10 +305,23 @@ class Monitor:
 
 def is_stopped(pid: int) -> bool:
     """Return whether a process is stopped."""
-    with contextlib.suppress(OSError, IndexError):
-        # The program's name, in brackets, may hold blanks and brackets. A small t is a rank that a debugger traces.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    return False
+    # A small t is a rank that a debugger traces.
+    return _read_status(pid)[0] == "T"
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Return how long a process has computed, in all its threads."""
+    user_ticks, system_ticks = _read_status(pid)[11:13]
+    return (int(user_ticks) + int(system_ticks)) / os.sysconf("SC_CLK_TCK")
+
+
+def _read_status(pid: int) -> list[str]:
+    """Return what the system says of a process: its state, and numbers. Source: man 5 proc, from the third on."""
+    with contextlib.suppress(OSError):
+        # The program's name, in brackets, may hold blanks and brackets.
+        if words := Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split():
+            return words
+    return ["", *"0" * 50]
 
 
 async def _watch() -> None:

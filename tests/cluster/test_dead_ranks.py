@@ -87,7 +87,8 @@ def test_a_rank_that_was_killed_while_ranks_meet_is_named_within_seconds(tmp_pat
 
 
 def test_watchdog_processes_that_are_killed_or_stopped_are_started_again(tmp_path: Path) -> None:
-    options = {"watchdog_seconds": 3}
+    # Rank 0 takes longer than the others, which wait for it in one exchange: that is no deadlock.
+    options = {"watchdog_seconds": 3, "deadlock_seconds": 1}
     losses = run_on_ranks(_run, NUM_RANKS, "unwatch in a step", str(tmp_path), options)
     assert losses == run_on_ranks(_run, NUM_RANKS, "nothing", str(tmp_path / "other"), {"watchdog_seconds": 0})
     for rank in range(NUM_RANKS):
@@ -112,8 +113,11 @@ def test_a_rank_that_holds_the_interpreter_is_waited_for(tmp_path: Path) -> None
     assert losses == run_on_ranks(_run, NUM_RANKS, "nothing", str(tmp_path), {"watchdog_seconds": 0})
 
 
-def test_a_failure_where_the_others_wait_for_something_else_is_named_with_its_message(tmp_path: Path) -> None:
-    output = _fails(tmp_path, "raise in a checkpoint")
+@pytest.mark.parametrize("place", ["in a checkpoint", "at the end"])
+def test_a_failure_where_the_others_wait_for_something_else_is_named_with_its_message(
+    tmp_path: Path, place: str
+) -> None:
+    output = _fails(tmp_path, f"raise {place}")
     assert "ValueError: a fault of this rank alone" in output[1]
     for rank in (0, 2):
         assert "rank 1 failed: ValueError: a fault of this rank alone" in output[rank]
@@ -136,6 +140,17 @@ def test_ranks_that_exchange_different_things_are_named_with_their_places(tmp_pa
     pattern = r"rank 1: (?:has failed at )?train batch 3, exchanges [\d/]+/1, faulty_script.py:\d+ in _collective"
     assert re.search(pattern, parted), parted
     assert re.search(r"ranks? 0.*: (?:has failed at )?train batch [34], exchanges [\d/]+/0, ", parted), parted
+
+
+@pytest.mark.parametrize("kind", slow_except(["save"], ["save", "leave"]))
+def test_ranks_that_wait_in_different_exchanges_are_ended_with_their_places(tmp_path: Path, kind: str) -> None:
+    """One saves a checkpoint alone, or sets should_stop alone."""
+    began = time.monotonic()
+    output = _fails(tmp_path, f"{kind} in a step", deadlock_seconds=4)
+    assert time.monotonic() - began < 90, "and not timeout_seconds, half an hour"
+    place = {"save": r"faulty_script.py:\d+ in _fail \(\w+\)", "leave": ".*"}[kind]
+    pattern = rf"ranks wait in different exchanges for 4 s: .*rank 1: .*, {place}.* All ranks must make the same calls"
+    assert any(re.search(pattern, words) for words in output.values()), output
 
 
 def test_a_signal_to_one_rank_ends_all_within_seconds(tmp_path: Path) -> None:

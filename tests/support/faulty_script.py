@@ -108,7 +108,13 @@ class Faulty(Clicks):
             self.trainer.strategy.run.undo.callback(_hang)
 
     def _fail(self, place: str) -> None:
-        if place == self._place and (self.global_rank == FAULTY or self._kind == "unwatch"):
+        if place != self._place or (self.global_rank != FAULTY and self._kind != "unwatch"):
+            return
+        if self._kind == "save":
+            self.trainer.save_checkpoint(Path(os.environ["FAULTY_FOLDER"], "alone.ckpt"))
+        elif self._kind == "leave":
+            self.trainer.should_stop = True
+        else:
             FAULTS[self._kind]()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -117,6 +123,9 @@ class Faulty(Clicks):
         if batch_idx == 2:
             self._fail("in a step")
         return loss
+
+    def on_train_end(self) -> None:
+        self._fail("at the end")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._fail("in a checkpoint")
@@ -155,7 +164,8 @@ def fit_and_validate(kind: str, folder: str, options: dict[str, Any], **settings
     trainer.fit(model, loader)
     if kind == "exit between" and trainer.global_rank == FAULTY:
         sys.exit(3)
-    trainer.validate(model, loader)
+    if not kind.endswith("at the end"):
+        trainer.validate(model, loader)
     return model.losses
 
 

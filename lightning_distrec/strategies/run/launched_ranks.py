@@ -6,8 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -37,7 +36,7 @@ from lightning_distrec.cluster.rendezvous import MeetingPoint, meet
 from lightning_distrec.errors import CheckpointError, ConfigError, RankError
 from lightning_distrec.gpu import device_id, refuse_shared_devices
 from lightning_distrec.namespaces import refuse_other_namespace
-from lightning_distrec.strategies.run.process_runs import PROCESS
+from lightning_distrec.strategies.run.process_runs import PROCESS, Waits
 from lightning_distrec.units import quantity
 
 WAY_OUT = (
@@ -191,23 +190,11 @@ def _prepare_and_launch(
         if forks_ranks(launcher):
             return fork_ranks(launcher, strategy.num_processes, launch)
         try:
-            with PROCESS.run(trainer, all_stop):
+            with PROCESS.run(trainer, all_stop, timeout_seconds):
                 return launch()
         except BaseException:
             strategy.undo_last = undo.pop_all()  # loggers upload checkpoints before that
             raise
-
-
-@dataclass(frozen=True, kw_only=True)
-class Waits:
-    """How long ranks wait for each other."""
-
-    timeout: timedelta
-    """In an exchange."""
-    start_seconds: float
-    """At the start, until all have arrived."""
-    watchdog_seconds: float
-    """For one that is silent."""
 
 
 def connect_ranks(strategy: Any, backend: str, waits: Waits, sets_threads: bool) -> None:
@@ -236,7 +223,7 @@ def connect_ranks(strategy: Any, backend: str, waits: Waits, sets_threads: bool)
         print(rank_prefixed_message(message, rank), flush=True)
 
     def watch(port: int, token: str) -> int:
-        return PROCESS.start_watchdog(rank, point, list(nodes), port, token, waits.watchdog_seconds)
+        return PROCESS.start_watchdog(rank, point, list(nodes), port, token, waits)
 
     watches = {"watch": watch} if num_ranks > 1 else {}
     store = meet(point, rank, num_ranks, start_seconds, log_on_rank, nodes, **watches)

@@ -13,6 +13,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -24,10 +26,34 @@ from lightning_distrec.cluster.consensus import forget_consensus
 from lightning_distrec.cluster.introduction import LOOPBACK, listen_at
 from lightning_distrec.cluster.rendezvous import MeetingPoint
 from lightning_distrec.cluster.watchdog import Watchdog
-from lightning_distrec.cluster.watchdog_monitor import Settings
+from lightning_distrec.cluster.watchdog_messages import Settings
+from lightning_distrec.errors import ConfigError, RankError
 from lightning_distrec.strategies.run.calls_outside import FAREWELL, CallsOutside
 
+
+@dataclass(frozen=True)
+class Waits:
+    """How long ranks wait for each other. Raises ConfigError: a time is out of range."""
+
+    timeout: timedelta
+    """In an exchange."""
+    start_seconds: float
+    """At the start, until all have arrived."""
+    watchdog_seconds: float
+    """For one that is silent."""
+    deadlock_seconds: float
+    """For each other, in different exchanges."""
+
+    def __post_init__(self) -> None:
+        if not self.start_seconds > 0:
+            raise ConfigError(f"start_seconds={self.start_seconds}: must be a number of seconds above 0.")
+        for name in ("watchdog_seconds", "deadlock_seconds"):
+            if (seconds := getattr(self, name)) < 0:
+                raise ConfigError(f"{name}={seconds}: must be at least 0, which disables it.")
+
+
 FAREWELL_SECONDS = 10.0
+MAX_PAUSE_SECONDS = 0.05
 
 
 class ProcessRuns:
@@ -42,18 +68,18 @@ class ProcessRuns:
         self._releases: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     def start_watchdog(
-        self, rank: int, point: MeetingPoint, nodes: list[str], port: int, token: str, silence_seconds: float
+        self, rank: int, point: MeetingPoint, nodes: list[str], port: int, token: str, waits: Waits
     ) -> int:
         """Watch over the ranks from the moment that this one and rank 0 know of each other. Return rank 0's port.
 
         nodes: the node of each rank by name; empty where that is not known. port: of rank 0's watchdog, 0 on rank 0.
-        token: known to this job only. silence_seconds: 0 disables.
+        token: known to this job only.
         """
         # It has the port and the token of an earlier rendezvous.
         if self.watchdog is not None:
             self.watchdog.send(is_closed=True)
             self.watchdog = None
-        if not silence_seconds:
+        if not waits.watchdog_seconds:
             return port
         listener, host = None, point.host
         if rank == 0:
@@ -61,22 +87,26 @@ class ProcessRuns:
             host, port = listener.getsockname()[:2]
             host = LOOPBACK if host in ("0.0.0.0", "::") else host  # all interfaces
         descriptor = None if listener is None else listener.fileno()
-        settings = Settings(rank, os.getpid(), nodes, host, port, descriptor, token, silence_seconds)
+        limits = waits.watchdog_seconds, waits.deadlock_seconds
+        settings = Settings(rank, os.getpid(), nodes, host, port, descriptor, token, *limits)
         self.watchdog = Watchdog(settings, listener)
         # The run began before the rendezvous, when there was no watchdog to report it to.
         self._start_run()
         return port
 
     @contextmanager
-    def run(self, trainer: Trainer | None, all_leave: Callable[[], bool]) -> Iterator[None]:
+    def run(self, trainer: Trainer | None, all_leave: Callable[[], bool], timeout_seconds: float) -> Iterator[None]:
         """Around a run of the trainer. all_leave: whether a SystemExit is one that all ranks have agreed on.
 
-        Raises RankError, from what torch has raised: an exchange failed because of another rank, which is named.
+        Raises RankError: another rank has failed in the run, and is named; or from what torch has raised: an exchange
+        failed because of another rank.
         """
         self._trainer = trainer
         self._start_run()
         try:
             yield
+            if self.watchdog is not None and dist.is_initialized():
+                self._meet_at_end(self.watchdog, timeout_seconds)
         # Also for KeyboardInterrupt and SystemExit: the other ranks wait for this one all the same.
         except BaseException as failure:
             if self.watchdog is None:
@@ -133,8 +163,22 @@ class ProcessRuns:
             gc.collect()
             if dist.is_available() and dist.is_initialized():
                 if not has_failed and dist.get_backend() == "gloo" and dist.get_world_size() > 1:
-                    _wait_for_all(default_store(), dist.get_world_size())
+                    with suppress(RuntimeError):  # rank 0 has seen all ranks, and ended
+                        _wait_for_all(FAREWELL, FAREWELL_SECONDS)
                 dist.destroy_process_group()
+
+    def _meet_at_end(self, watchdog: Watchdog, timeout_seconds: float) -> None:
+        """Collective. Wait for the other ranks to end the run, up to the timeout. Raises RankError: one has failed.
+
+        Otherwise nobody would miss a rank that fails after its last exchange: the others would end well.
+        """
+        try:
+            _wait_for_all(watchdog.begin_end(), timeout_seconds, watchdog.look_for_failures)
+        except RankError:
+            raise
+        except RuntimeError as failure:  # rank 0, whose process holds the store, has seen all ranks and ended, or died
+            if verdict := watchdog.ask().get("verdict"):
+                raise RankError(f"{verdict}.") from failure
 
     def _start_run(self) -> None:
         if self.watchdog is not None and self._trainer is not None:
@@ -145,17 +189,19 @@ class ProcessRuns:
 PROCESS = ProcessRuns()
 
 
-def _wait_for_all(store: dist.Store, num_ranks: int) -> None:
+def _wait_for_all(place: str, seconds: float, look: Callable[[float], None] = lambda _: None) -> None:
     """Wait for all ranks, for a bounded time: one may be gone, or may wait for this one in a collective.
 
     By the store, and not by a barrier: a rank in another collective would match the barrier's messages with its own.
+    look: called now and then, with the seconds waited so far.
     """
-    deadline = time.monotonic() + FAREWELL_SECONDS
-    with suppress(RuntimeError):  # rank 0, whose process holds the store, has seen all ranks and ended
-        num_arrived = store.add(FAREWELL, 1)
-        while num_arrived < num_ranks and time.monotonic() < deadline:
-            time.sleep(0.02)
-            num_arrived = store.add(FAREWELL, 0)
+    store, num_ranks, began, pause_seconds = default_store(), dist.get_world_size(), time.monotonic(), 0.001
+    num_arrived = store.add(place, 1)
+    while num_arrived < num_ranks and (waited := time.monotonic() - began) < seconds:
+        look(waited)
+        time.sleep(pause_seconds)
+        pause_seconds = min(2 * pause_seconds, MAX_PAUSE_SECONDS)
+        num_arrived = store.add(place, 0)
 
 
 def describe_progress(trainer: Trainer) -> str:

@@ -36,7 +36,6 @@ from lightning_distrec.strategies.checkpoints.resuming import Resuming
 from lightning_distrec.strategies.data_parallel.gradient_exchange import name_option
 from lightning_distrec.strategies.run.checkpoint_hooks import CheckpointHooks, full_value
 from lightning_distrec.strategies.run.launched_ranks import (
-    Waits,
     connect_ranks,
     fork_launcher,
     forks_ranks,
@@ -44,7 +43,7 @@ from lightning_distrec.strategies.run.launched_ranks import (
     wrap_launch,
 )
 from lightning_distrec.strategies.run.lightning_callbacks import drops_repeats
-from lightning_distrec.strategies.run.process_runs import PROCESS
+from lightning_distrec.strategies.run.process_runs import PROCESS, Waits
 from lightning_distrec.strategies.run.run import Run, refuse_shards_of_torchrec, start_session
 from lightning_distrec.strategies.run.stopping import STOPPED, StopHandler, StopOptions
 
@@ -68,6 +67,8 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         timeout_seconds: how long a rank waits in any collective. None: PROCESS_GROUP_TIMEOUT_SECONDS, or else 1800.
         start_seconds: how long ranks wait for each other at the start; at most timeout_seconds.
         watchdog_seconds: seconds of silence after which all ranks abort and name the missing one; 0 disables.
+        deadlock_seconds: how long ranks may wait for each other in different exchanges; then they are ended, and their
+            places are named. 0 disables, and so does watchdog_seconds=0.
     """
 
     takes_launched_ranks = True
@@ -89,12 +90,9 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         timeout_seconds: float | None = None,
         start_seconds: float = 300.0,
         watchdog_seconds: float = 30.0,
+        deadlock_seconds: float = 60.0,
     ) -> None:
         check_choice("uneven_inputs", uneven_inputs, get_args(UnevenInputs))
-        if watchdog_seconds < 0:
-            raise ConfigError(f"watchdog_seconds={watchdog_seconds}: must be at least 0, which disables the watchdog.")
-        if not start_seconds > 0:
-            raise ConfigError(f"start_seconds={start_seconds}: must be a number of seconds above 0.")
         if float32_matmul_precision is not None:
             check_choice("float32_matmul_precision", float32_matmul_precision, get_args(MatmulPrecision))
             torch.set_float32_matmul_precision(float32_matmul_precision)
@@ -102,7 +100,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         self._checkpoint_options = as_options("checkpoint", CheckpointOptions, checkpoint)
         self._stop_options = as_options("stopping", StopOptions, stopping)
         self._wait = parse_timeout(timeout_seconds, os.environ)
-        self._waits = Waits(timeout=self._wait, start_seconds=start_seconds, watchdog_seconds=watchdog_seconds)
+        self._waits = Waits(self._wait, start_seconds, watchdog_seconds, deadlock_seconds)
         self._sets_threads = False
         super().__init__(process_group_backend=process_group_backend, timeout=self._wait)
         PROCESS.leave_at_exit(self.release)

@@ -29,7 +29,7 @@ from tests.support.parameters import slow_except
 
 HOST, IDENTITY, STORE_PORT = "127.0.0.1", "job 1.0", 1234
 ENVIRON = {KEY_VARIABLE: "a secret"}
-SETTINGS = Settings(0, 1, [], HOST, 0, None, "a secret", 3.0)
+SETTINGS = Settings(0, 1, [], HOST, 0, None, "a secret", 3.0, 60.0)
 COUNTS = slow_except([500], [500, 10_000])
 NUM_HALF_OPEN = 800
 NESTED = b"[" * 4096 + b"\n"
@@ -223,7 +223,7 @@ def _drip(connection: socket.socket) -> None:
 def test_the_watchdogs_token_is_in_no_command_line_and_no_environment() -> None:
     listener = listen_at(HOST, 0, True)
     port, token = listener.getsockname()[1], secrets.token_hex(16)
-    watchdog = Watchdog(Settings(0, os.getpid(), [], HOST, port, listener.fileno(), token, 3.0), listener)
+    watchdog = Watchdog(Settings(0, os.getpid(), [], HOST, port, listener.fileno(), token, 3.0, 60.0), listener)
     monitor = Path("/proc", str(watchdog._process.pid))
     _soon(lambda: b"watchdog_monitor" in (monitor / "cmdline").read_bytes() or None)
     assert token.encode() not in (monitor / "cmdline").read_bytes() + (monitor / "environ").read_bytes()

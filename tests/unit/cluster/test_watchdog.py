@@ -16,7 +16,7 @@ from lightning_distrec.cluster.watchdog import find_location, is_network_failure
 from lightning_distrec.cluster.watchdog_monitor import TICK_SECONDS, Hub, HubMessage, RankState, Settings, encode_line
 from lightning_distrec.errors import RankError
 
-SETTINGS = Settings(0, 1, ["a", "a", "b"], "127.0.0.1", 0, None, "a secret", 3.0)
+SETTINGS = Settings(0, 1, ["a", "a", "b"], "127.0.0.1", 0, None, "a secret", 3.0, 60.0)
 RUNS = [RankState(rank, started=1, location="x.py:1", progress="batch 1") for rank in range(3)]
 
 
@@ -109,6 +109,15 @@ CASES = {
     "all but one have ended after a collective that it did not make": (
         [RUNS[0], *(replace(state, failed=1, is_gone=True) for state in RUNS[1:])],
         "rank 1 on a has ended after a failed collective",
+    ),
+    "all wait, each for the others": (
+        [replace(state, is_stuck=True, progress=f"exchanges {min(state.rank, 1)}") for state in RUNS],
+        "ranks wait in different exchanges for 60 s: rank 0 on a: exchanges 0, x.py:1; ranks 1, 2: exchanges 1, x.py:1",
+    ),
+    "all wait in one exchange": ([replace(state, is_stuck=True) for state in RUNS], ""),
+    "one takes long, and the others wait for it": (
+        [*(replace(state, is_stuck=True, progress="exchanges 1") for state in RUNS[:2]), RUNS[2]],
+        "",
     ),
     "one whose collective has failed has not ended yet": ([*RUNS[:2], replace(RUNS[2], failed=1)], ""),
     "one is not watched any more": ([*RUNS[:2], replace(RUNS[2], is_closed=True, is_gone=True)], ""),

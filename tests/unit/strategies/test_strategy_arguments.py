@@ -36,7 +36,8 @@ def test_the_precision_of_products_is_set_for_the_process_and_otherwise_left() -
     [
         ({"float32_matmul_precision": "tf32"}, "float32_matmul_precision='tf32' is not known. Use one of 'highest'"),
         ({"start_seconds": 0}, "start_seconds=0: must be a number of seconds above 0"),
-        ({"watchdog_seconds": -1}, "watchdog_seconds=-1: must be at least 0, which disables the watchdog"),
+        ({"watchdog_seconds": -1}, "watchdog_seconds=-1: must be at least 0, which disables it"),
+        ({"deadlock_seconds": -1}, "deadlock_seconds=-1: must be at least 0, which disables it"),
         ({"timeout_seconds": 0}, "timeout_seconds=0: must be a number of seconds above 0"),
     ],
 )
