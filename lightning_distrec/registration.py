@@ -29,6 +29,11 @@ def _read_folder(path: Any, with_optimizers: bool, pickles: bool) -> Any:
     return contents.read_full(Path(path), with_optimizers, pickles)
 
 
+def _check_file(path: Any) -> None:
+    if isinstance(path, (str, Path)) and Path(path).is_file():
+        import_module("lightning_distrec.checkpoint.contents").check_file(Path(path))
+
+
 def _make(class_name: str, **arguments: Any) -> Any:
     # torchrec loads when a strategy that needs it is made.
     return getattr(import_module("lightning_distrec"), class_name)(**arguments)
@@ -39,7 +44,7 @@ def register() -> None:
     # A Trainer chooses its cluster environment before it makes the strategy that could ask for another.
     override_environment_choice(_is_ours, _choose_environment)
     # load_from_checkpoint reads a folder without any Trainer or strategy.
-    read_folders_too(_is_folder, _read_folder)
+    read_folders_too(_is_folder, _read_folder, _check_file)
     for name, (class_name, description) in STRATEGIES.items():
         if name not in StrategyRegistry:
             StrategyRegistry.register(name, partial(_make, class_name), description=description)

@@ -67,11 +67,14 @@ class _Resumes(_CheckpointConnector):
         return {name: value for name, value in vars(self).items() if name != "find"}  # the next fit sets it again
 
 
-def read_folders_too(is_folder: Callable[[Any], bool], read: Callable[[Any, bool, bool], dict[str, Any]]) -> Patches:
+def read_folders_too(
+    is_folder: Callable[[Any], bool], read: Callable[[Any, bool, bool], dict[str, Any]], check: Callable[[Any], None]
+) -> Patches:
     """Let Lightning read our folders wherever it reads a checkpoint's file.
 
     is_folder: whether a path is one. read: returns its content: optimizers' state too if the second argument is
-    True; values of any type, whose code is run, if the third is: the user's weights_only=False.
+    True; values of any type, whose code is run, if the third is: the user's weights_only=False. check: raises where a
+    file is damaged, since torch compares no checksums.
     """
 
     # Upstream opens the path as a file, in `load_from_checkpoint` and in the CheckpointIO of any strategy. Both have
@@ -80,6 +83,7 @@ def read_folders_too(is_folder: Callable[[Any], bool], read: Callable[[Any, bool
     def load_folders_too(load: Callable[..., Any], with_optimizers: bool) -> Callable[..., Any]:
         def load_any(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
             if not is_folder(path_or_url):
+                check(path_or_url)
                 return load(path_or_url, map_location=map_location, weights_only=weights_only)
             checkpoint = read(path_or_url, with_optimizers, weights_only is False)
             if isinstance(map_location, (str, torch.device)):  # others say where what was on a GPU is to be

@@ -189,16 +189,17 @@ def is_torch_constant(module: str, name: str) -> bool:
     return module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
 
 
-def chunk_locations(metadata: Any) -> Iterator[tuple[str, str, int, int]]:
-    """Yield the tensor's name, file, offset and length of each chunk in a checkpoint, as its metadata records them.
+def chunk_locations(metadata: Any) -> Iterator[tuple[str, tuple[int, ...], str, int, int]]:
+    """Yield each chunk's tensor, offsets in it, file, place there and length, as a checkpoint's metadata record them.
 
-    Raises ValueError: a record is not a _StorageInfo with a relative path.
+    Raises ValueError: a record is not a _StorageInfo with a relative path, or its bytes were transformed.
     """
     # Source: torch/distributed/checkpoint/filesystem.py.
     for index, info in (metadata.storage_data or {}).items():
-        if not isinstance(info, _StorageInfo) or not isinstance(info.relative_path, str):
+        is_known = isinstance(info, _StorageInfo) and isinstance(info.relative_path, str)
+        if not is_known or info.transform_descriptors is not None:
             raise ValueError(f"'{index}' has the storage record {info!r}")
-        yield index.fqn, info.relative_path, info.offset, info.length
+        yield index.fqn, tuple(index.offset), info.relative_path, info.offset, info.length
 
 
 Action = tuple[Literal["forward", "backward"], int, int]

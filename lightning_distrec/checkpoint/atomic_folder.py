@@ -13,13 +13,19 @@ import os
 import shutil
 import time
 import uuid
+import zlib
 from pathlib import Path
 from typing import Any
 
 from lightning_distrec.atomic_files import fsync, write_file
+from lightning_distrec.checkpoint.checksums import read_crc32
 from lightning_distrec.errors import CheckpointError
 
 MARKER = "complete.json"
+CHECKSUMS = "crc32"
+"""Key in the marker: name of each file -> its checksum; early ones have those of files alone that hold none."""
+MARKER_CHECKSUM = "marker_crc32"
+"""Key in the marker: the checksum of the rest of it."""
 FORMAT = 1
 """Version of a folder's content; other versions are refused."""
 UNFINISHED = ".distrec-unfinished-"
@@ -51,6 +57,8 @@ def read_marker(path: Path) -> dict[str, Any]:
     if not isinstance(marker, dict) or not isinstance(marker.get("files"), dict) or "format" not in marker:
         raise CheckpointError(f"{path / MARKER} is damaged: it does not list the files.")
     check_format(path, marker["format"])
+    if marker.pop(MARKER_CHECKSUM, None) not in (None, marker_crc32(marker)):
+        raise CheckpointError(f"{path / MARKER} is damaged: it does not match its checksum.")
     for name, size in marker["files"].items():
         # Not isinstance: true in JSON becomes a bool, which is an int in Python.
         if type(size) is not int:
@@ -63,6 +71,11 @@ def read_marker(path: Path) -> dict[str, Any]:
             problem = "is missing" if actual_size is None else f"has {actual_size:,} bytes"
             raise CheckpointError(f"{path} is damaged: {name} {problem}, and should have {size:,} bytes.")
     return marker
+
+
+def marker_crc32(marker: dict[str, Any]) -> int:
+    """Return the checksum of what a marker says."""
+    return zlib.crc32(json.dumps(marker, sort_keys=True).encode())
 
 
 def check_format(path: Path, version: Any) -> None:
@@ -100,11 +113,18 @@ class UnfinishedFolder:
             raise
 
     def complete(self, marker: dict[str, Any]) -> None:
-        """Write the marker, with the list of files, and rename the folder. A checkpoint of that name is replaced."""
+        """Write the marker, with the list of files, and rename the folder. A checkpoint of that name is replaced.
+
+        marker: with the checksums of files that are known; the others are read.
+        """
         files = {file.name: file.stat().st_size for file in sorted(self.path.iterdir()) if file.name != _LOCK}
+        missing = files.keys() - marker.get(CHECKSUMS, {}).keys()
+        crc32 = {name: read_crc32(self.path / name, 0, files[name]) for name in missing}
         content = {"format": FORMAT, "name": self._final.name, **marker, "files": files}
+        content[CHECKSUMS] = {**marker.get(CHECKSUMS, {}), **crc32}
         # The marker goes last: it lists files that are on disk already, and without it a folder is no checkpoint.
-        write_file(self.path / MARKER, json.dumps(content, indent=1).encode())
+        signed = {**content, MARKER_CHECKSUM: marker_crc32(content)}
+        write_file(self.path / MARKER, json.dumps(signed, indent=1).encode())
         fsync(self.path)
         # lexists: a broken link of that name is in the way, too.
         if os.path.lexists(self._final):

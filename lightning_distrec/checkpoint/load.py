@@ -1,25 +1,26 @@
 """The forms that a checkpoint on disk may have: a file of ours, torch, Lightning or safetensors, or our folder."""
 
-import io
 import zipfile
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_distrec.checkpoint.atomic_folder import MARKER
+from lightning_distrec.checkpoint.atomic_folder import CHECKSUMS, MARKER
+from lightning_distrec.checkpoint.checksums import ByteRange, changed_ranges, has_checksums, read_archive
 from lightning_distrec.checkpoint.lazy_tensors import SafetensorsTensor, StoredTensor
 from lightning_distrec.checkpoint.plain_state import CHUNKED, STORED, from_bytes, insert_tensors, read_plain
-from lightning_distrec.checkpoint.save import CHECKSUMS, STATE_FILE, rank_file
+from lightning_distrec.checkpoint.save import STATE_FILE, rank_file
 from lightning_distrec.checkpoint.single_file import EXTRA, split_extra
-from lightning_distrec.checkpoint.storage import METADATA_FILE, StoredTensors, matches_checksums
+from lightning_distrec.checkpoint.storage import METADATA_FILE, StoredTensors
 from lightning_distrec.errors import CheckpointError, require
 
+PICKLE = "/data.pkl in "
+"""In the label of the record that has all but tensors."""
 SAFETENSORS = ".safetensors"
 SAFETENSORS_TYPES = {
     torch.uint64: "U64",
@@ -71,7 +72,7 @@ class CheckpointFile:
     """One file. read: returns its content, given `pickles`; None: from the path, by its suffix."""
 
     def __init__(self, path: Path, read: Callable[[bool], object] | None = None) -> None:
-        self._path, self._read = path, read or partial(_read_file, path)
+        self._path, self._is_local, self._read = path, read is None, read or partial(_read_file, path)
 
     def load(self, rank: int, num_ranks: int, pickles: bool = False) -> Loaded:
         """Read it; the tensors of torch's files are mapped into memory, those of safetensors are handles."""
@@ -94,13 +95,15 @@ class CheckpointFile:
         return self.load(0, 1, pickles)
 
     def origin(self, pickles: bool = False) -> Origin:
-        """Read where it comes from."""
+        """Read where it comes from. Raises CheckpointError where that is damaged; tensors are not looked at."""
+        if changed_ranges([item for item in self.ranges() if PICKLE in item.label]):
+            raise CheckpointError(f"{self._path} is damaged: what it says of itself does not match its checksum.")
         content = self._content(pickles)
         return _origin(self._path, self._path, content.get(EXTRA), content)
 
-    def changed_bytes(self, on_progress: Callable[[int], None]) -> set[str]:
-        """Read all of it, and return its name where it does not match its checksums."""
-        return _changed(_open_files([self._path]), on_progress)
+    def ranges(self) -> list[ByteRange]:
+        """Return all of it that has a checksum; nothing of files of other formats, and of those that `read` reads."""
+        return _archive(self._path) if self._is_local else []
 
     def _content(self, pickles: bool) -> dict[str, Any]:
         """Return a Lightning checkpoint; a bare state_dict becomes one."""
@@ -140,17 +143,19 @@ class CheckpointFolder:
         """Return where it comes from."""
         return _origin(self.path, self.path / MARKER, self.marker, self.marker)
 
-    def changed_bytes(self, on_progress: Callable[[int], None]) -> set[str]:
-        """Read all of it but the metadata, and return what does not match its checksum: files, chunks of tensors."""
-        path, crc32 = self.path, self.marker.get(CHECKSUMS, {})
-        if not isinstance(crc32, dict) or not crc32.keys() <= self.marker["files"].keys():
+    def ranges(self) -> list[ByteRange]:
+        """Return all of it that has a checksum: every file, but for those that early versions have not listed."""
+        path, crc32, sizes = self.path, self.marker.get(CHECKSUMS, {}), self.marker["files"]
+        if not isinstance(crc32, dict) or not crc32.keys() <= sizes.keys():
             raise CheckpointError(f"{path} is damaged: its marker has no checksums, but {crc32!r}.")
-        try:
-            changed = {name for name, checksum in crc32.items() if zlib.crc32((path / name).read_bytes()) != checksum}
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}.") from error
-        changed |= _changed(_open_files(sorted(path.glob("*.pt"))), on_progress)
-        return changed | _changed(StoredTensors(path).records(), on_progress)
+        ranges = [ByteRange(name, path / name, 0, sizes[name], checksum) for name, checksum in crc32.items()]
+        unlisted = sizes.keys() - crc32.keys()
+        for name in sorted(name for name in unlisted if name.endswith(".pt")):
+            ranges += _archive(path / name)
+        places = StoredTensors(path).places if unlisted else {}
+        for (name, _), (file_name, begin, length) in places.items():
+            ranges += _archive(path / file_name, f"'{name}' in {file_name}", begin, length)
+        return ranges
 
     def _state(self, pickles: bool, reads_replicated: bool) -> dict[str, Any]:
         self._must_list({STATE_FILE, METADATA_FILE})
@@ -197,28 +202,12 @@ def _origin(path: Path, last_written: Path, facts: object, content: Mapping[str,
         raise CheckpointError(f"{path} is damaged: its step is not known ({error!r}).") from error
 
 
-def _changed(records: Iterable[tuple[str, BinaryIO]], on_progress: Callable[[int], None]) -> set[str]:
-    """Return the names of the records that torch's checksums in them do not match."""
-    changed = set()
-    for name, content in records:
-        # seek returns the new position: at the end, the size in bytes.
-        on_progress(content.seek(0, io.SEEK_END))
-        content.seek(0)
-        if not matches_checksums(content):
-            changed.add(name)
-    return changed
-
-
-def _open_files(paths: list[Path]) -> Iterator[tuple[str, BinaryIO]]:
-    for path in paths:
-        try:
-            with open(path, "rb") as file:
-                # torch's older format is a plain pickle; the newer one is a zip archive, with checksums.
-                if not zipfile.is_zipfile(file):
-                    raise CheckpointError(f"{path} has no checksums: only torch.save's newer format has.")
-                yield path.name, file
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}.") from error
+def _archive(path: Path, label: str = "", *place: int) -> list[ByteRange]:
+    """Return the records of an archive; none where it was saved without checksums, or in torch's older format."""
+    records = read_archive(path, *place) if zipfile.is_zipfile(path) else []
+    if not has_checksums(records):
+        return []
+    return [record._replace(label=label or f"{record.label} in {path.name}") for record in records]
 
 
 def _read_file(path: Path, pickles: bool) -> object:

@@ -11,7 +11,7 @@ from threading import Thread
 from typing import Any, Protocol, TypeVar
 
 from lightning_distrec.atomic_files import write_file
-from lightning_distrec.checkpoint.atomic_folder import UnfinishedFolder, clean_up, is_checkpoint, remove
+from lightning_distrec.checkpoint.atomic_folder import CHECKSUMS, UnfinishedFolder, clean_up, is_checkpoint, remove
 from lightning_distrec.checkpoint.host_copies import copy_to_host
 from lightning_distrec.checkpoint.plain_state import extract_tensors, large_tensors, to_bytes
 from lightning_distrec.checkpoint.storage import write_tensors
@@ -36,8 +36,6 @@ T = TypeVar("T")
 STATE_FILE = "state.pt"
 PLAN_FILE = "plan.json"
 """Name of the file with the sharding plan; not there without tables."""
-CHECKSUMS = "crc32"
-"""Key in the marker: checksums of files that hold none themselves."""
 
 
 def rank_file(rank: int) -> str:
@@ -100,13 +98,15 @@ class FolderSnapshot:
     def write(self, ranks: RanksOfThread) -> None:
         """Collective. Write the folder."""
 
-        def write_other_files() -> None:
+        def write_other_files() -> dict[str, int]:
             for name, content in self.files.items():
                 write_file(folder / name, content)
+            return {**read_checksums(), **{name: zlib.crc32(content) for name, content in self.files.items()}}
 
         def complete() -> None:
             if unfinished is not None:
-                unfinished.complete(self.marker)
+                crc32 = {name: checksum for local_crc32 in per_rank_crc32 for name, checksum in local_crc32.items()}
+                unfinished.complete({**self.marker, CHECKSUMS: crc32})
 
         # Each part ends with an agreement: a rank that cannot write makes all ranks raise, and none is left in a
         # collective that it never reaches.
@@ -115,8 +115,8 @@ class FolderSnapshot:
             # Rank 0 draws the name, and the others must see the folder: it may be on a disk of rank 0 alone.
             folder = self.path.parent / ranks.all_gather(name)[0]
             on_all_ranks(ranks, self.path, lambda: _must_see(folder))
-            write_tensors(folder, self.tensors, ranks.group, self.path)
-            on_all_ranks(ranks, self.path, write_other_files)
+            read_checksums = write_tensors(folder, self.tensors, ranks.group, self.path)
+            per_rank_crc32 = ranks.all_gather(on_all_ranks(ranks, self.path, write_other_files))
             on_all_ranks(ranks, self.path, complete)
 
 
@@ -134,13 +134,10 @@ def take_folder_snapshot(content: RankContent, ranks: RanksOfThread) -> FolderSn
         lambda: (to_bytes(plain, pickles) if ranks.rank == 0 else None, to_bytes(dict(content.rank_state))),
     )
     extra_files = dict(content.extra_files) if ranks.rank == 0 else {}
-    # torch.save puts checksums into its files; these files are written as they are, and have none.
-    crc32 = {name: zlib.crc32(file_content) for name, file_content in extra_files.items()}
     marker = {
         "num_ranks": ranks.num_ranks,
         **{key: checkpoint[key] for key in ("epoch", "global_step") if key in checkpoint},
         **content.facts,
-        **({CHECKSUMS: crc32} if crc32 else {}),
         "tensors": {name: [list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()},
     }
     files = {rank_file(ranks.rank): rank_state, **({} if state is None else {STATE_FILE: state}), **extra_files}

@@ -1,37 +1,35 @@
 """The tensors of a checkpoint on disk: torch.distributed.checkpoint's own format, read without running code from it.
 
 Chunks are written in blocks of rows, so that a reader with another sharding, or little memory, reads what it needs.
-torch's own reader runs what a pickle of metadata holds; ours builds the metadata's classes and refuses all else.
+torch's own reader runs what a pickle of metadata holds, and reads full chunks; ours builds the metadata's classes,
+refuses all else, and takes rows from where they lie.
 """
 
 import contextlib
-import io
 import math
+import mmap
 import os
 import pickle
 import warnings
-import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import (
     ChunkStorageMetadata,
-    DefaultLoadPlanner,
     DefaultSavePlanner,
-    FileSystemReader,
     FileSystemWriter,
-    LoadPlan,
     Metadata,
-    ReadItem,
     SavePlan,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
-from torch.distributed.checkpoint.planner import LoadItemType, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 from typing_extensions import override
 
 from lightning_distrec._compat.torch_distributed import (
@@ -41,6 +39,7 @@ from lightning_distrec._compat.torch_distributed import (
     is_torch_constant,
     metadata_classes,
 )
+from lightning_distrec.checkpoint.checksums import archives_crc32, read_archive
 from lightning_distrec.chunks import Box, Chunk, ChunkedTensor, narrowed, overlap, row_ranges
 from lightning_distrec.errors import CheckpointError
 
@@ -108,55 +107,6 @@ class WritePlanner(DefaultSavePlanner):
         return _with_own_storage(host)
 
 
-class ReadPlanner(DefaultLoadPlanner):
-    """Reads into chunks. targets: name -> the rectangles that this rank wants, with the memory to read them into."""
-
-    def __init__(self, targets: Mapping[str, Sequence[Chunk]]) -> None:
-        super().__init__()
-        self._targets = targets
-
-    @override
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        items = []
-        for name, chunks in self._targets.items():
-            entry = self.metadata.state_dict_metadata[name]
-            assert isinstance(entry, TensorStorageMetadata)
-            for number, chunk in enumerate(chunks):
-                for stored in entry.chunks:
-                    begin = tuple(stored.offsets)
-                    box = overlap(chunk.box, (begin, tuple(stored.sizes)))
-                    if box is not None:
-                        items.append(
-                            # The number in dest_index is for resolve_tensor: two targets may begin at the same place.
-                            ReadItem(
-                                LoadItemType.TENSOR,
-                                dest_index=MetadataIndex(name, chunk.offsets, number),
-                                dest_offsets=_minus(box[0], chunk.offsets),
-                                storage_index=MetadataIndex(name, stored.offsets),
-                                storage_offsets=_minus(box[0], begin),
-                                lengths=torch.Size(box[1]),
-                            )
-                        )
-        return LoadPlan(items)
-
-    @override
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        raise ValueError("a checkpoint of ours has no pickled entries")  # torch's default would run their code
-
-    @override
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        assert read_item.dest_index.index is not None
-        chunk = self._targets[read_item.dest_index.fqn][read_item.dest_index.index]
-        begin = (0,) * chunk.tensor.dim()
-        # A view of the target's own memory, into which the reader copies.
-        return narrowed(chunk.tensor.detach(), begin, (tuple(read_item.dest_offsets), tuple(read_item.lengths)))
-
-
-def _minus(a: Sequence[int], b: Sequence[int]) -> torch.Size:
-    return torch.Size(x - y for x, y in zip(a, b, strict=True))
-
-
 def _with_own_storage(tensor: Tensor) -> Tensor:
     """Return the same memory with a storage that ends where the tensor does. tensor: contiguous, on the host."""
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
@@ -168,12 +118,17 @@ def _with_own_storage(tensor: Tensor) -> Tensor:
 
 METADATA_FILE = ".metadata"
 METADATA_KINDS = metadata_classes()
+DATA = "/data/0"
+"""End of the name of an archive's record that has a chunk's bytes: torch numbers the storages of what it saves."""
 
 
-def write_tensors(folder: Path, tensors: Mapping[str, ChunkedTensor], group: Any, final: Path) -> None:
+def write_tensors(
+    folder: Path, tensors: Mapping[str, ChunkedTensor], group: Any, final: Path
+) -> Callable[[], dict[str, int]]:
     """Collective over `group`, or alone where it is None. Write the tensors' chunks into `folder`, and fsync them.
 
     tensors: the same names on every rank. final: the checkpoint's path, for messages. Raises CheckpointError on all.
+    Returns what gives the checksums of the files that this rank has written, by name; that raises OSError alone.
     """
     # Without copying ahead, torch resolves one block at a time: the planner has one buffer for all of them.
     writer = _Writer(folder, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0)
@@ -186,10 +141,24 @@ def write_tensors(folder: Path, tensors: Mapping[str, ChunkedTensor], group: Any
         raise CheckpointError(
             f"writing the checkpoint {final} failed on {'; '.join(reasons)}. Earlier checkpoints are unchanged."
         ) from None
+    places = writer.places
+    return lambda: {name: archives_crc32(folder / name, places[name]) for name in places}
 
 
 class _Writer(FileSystemWriter):
     """torch's writer, without the folder's path in the metadata: the folder is renamed when it is complete."""
+
+    places: dict[str, list[tuple[int, int]]]
+    """Name of each file that this rank has written -> offset and length of each archive in it."""
+
+    @override
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results = super().write_data(plan, planner)
+        self.places = {}
+        for result in results.value():
+            stored = result.storage_data
+            self.places.setdefault(stored.relative_path, []).append((stored.offset, stored.length))
+        return results
 
     @override
     def storage_meta(self) -> StorageMeta | None:
@@ -198,6 +167,11 @@ class _Writer(FileSystemWriter):
 
 class StoredTensors:
     """The tensors of a checkpoint's folder. Raises CheckpointError: its metadata are missing or something else."""
+
+    places: dict[tuple[str, tuple[int, ...]], list[Any]]
+    """Name and offsets of each chunk -> the file that it lies in, offset and length there."""
+    files: set[str]
+    """Names of the files that hold the tensors."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -209,32 +183,14 @@ class StoredTensors:
             raise CheckpointError(f"{folder} cannot be read: {error}.") from error
         except Exception as error:
             raise CheckpointError(f"{folder / METADATA_FILE} is no metadata of a checkpoint: {error}.") from error
-        self.files: set[str] = set()
-        """Names of the files that hold the tensors, by the metadata."""
-        for name, info, _, _ in self.places():
-            self.files.add(info)
-            if os.path.basename(info) != info:
-                raise CheckpointError(f"{folder}: '{name}' would lie in {info!r}, outside of the folder.")
-
-    def places(self) -> list[tuple[str, str, int, int]]:
-        """Return each chunk's tensor, file, offset and length in it. Raises CheckpointError: these are not known."""
         try:
             self._metadata.state_dict_metadata.keys()
-            return list(chunk_locations(self._metadata))
+            self.places = {(name, offsets): place for name, offsets, *place in chunk_locations(self._metadata)}
         except (AttributeError, TypeError, ValueError) as error:
-            path = self._folder / METADATA_FILE
-            raise CheckpointError(f"{path} is no metadata of a checkpoint: {error!r}.") from error
-
-    def records(self, first: int = 0, step: int = 1) -> Iterator[tuple[str, BinaryIO]]:
-        """Yield what each `step`-th chunk is called, and its bytes in the file. Raises CheckpointError."""
-        for name, file_name, offset, length in self.places()[first::step]:
-            try:
-                with open(self._folder / file_name, "rb") as stored:
-                    stored.seek(offset)
-                    record = io.BytesIO(stored.read(length))
-            except (OSError, TypeError, ValueError) as error:
-                raise CheckpointError(f"{self._folder}: '{name}' cannot be read: {error}.") from error
-            yield f"'{name}' in {file_name}", record
+            raise CheckpointError(f"{folder / METADATA_FILE} is no metadata of a checkpoint: {error!r}.") from error
+        self.files = {file_name for file_name, *_ in self.places.values()}
+        if outside := next((name for name in self.files if os.path.basename(name) != name), None):
+            raise CheckpointError(f"{folder}: a tensor would lie in {outside!r}, outside of the folder.")
 
     def entry(self, name: str) -> TensorStorageMetadata:
         """Return what is known of a tensor. Raises CheckpointError: there is none, or its chunks do not cover it."""
@@ -256,26 +212,33 @@ class StoredTensors:
 
     def read(self, targets: Mapping[str, Sequence[Chunk]]) -> None:
         """Read into `targets`, tensors by name, on this rank alone; what no chunk in the file covers stays as it is."""
-        # Before torch reads: chunks that do not cover a tensor would leave memory of it uninitialized.
-        for name in targets:
-            self.entry(name)
-        reader = _Reader(self._folder, self._metadata)
-        try:
-            with _without_single_process_warning():
-                # no_dist: ranks read different tensors at different times, so that a collective would hang.
-                dcp.load({}, storage_reader=reader, planner=ReadPlanner(targets), no_dist=True)
-        except dcp.CheckpointException as failure:
-            reasons = dict.fromkeys(_reason(error) for error, _ in failure.failures.values())  # of this rank alone
-            raise CheckpointError(f"{self._folder} cannot be read: {'; '.join(reasons)}.") from None
+        for name, chunks in targets.items():
+            entry = self.entry(name)
+            for stored in entry.chunks:
+                stored_box = (tuple(stored.offsets), tuple(stored.sizes))
+                boxes = [(chunk, box) for chunk in chunks if (box := overlap(chunk.box, stored_box)) is not None]
+                try:
+                    if boxes:
+                        self._read_chunk(name, stored_box, entry.properties.dtype, boxes)
+                except (OSError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+                    raise CheckpointError(f"{self._folder}: '{name}' cannot be read: {error!r}.") from error
 
-
-def matches_checksums(content: BinaryIO) -> bool:
-    """Whether a file of torch.save, in its newer format, is as its checksums say."""
-    try:
-        # Damaged headers may look encrypted (RuntimeError) or compressed in unknown ways (NotImplementedError).
-        return zipfile.ZipFile(content).testzip() is None
-    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError):
-        return False
+    def _read_chunk(self, name: str, stored: Box, dtype: torch.dtype, boxes: list[tuple[Chunk, Box]]) -> None:
+        """Copy what `boxes` have of a stored chunk. Raises CheckpointError: something else lies there."""
+        (offsets, sizes), (file_name, begin, length) = stored, self.places[name, stored[0]]
+        records = read_archive(self._folder / file_name, begin, length)
+        record = next((record for record in records if record.label.endswith(DATA)), None)
+        if record is None or record.size != math.prod(sizes) * dtype.itemsize:
+            raise ValueError(f"{sizes} of {dtype} do not lie in {file_name}")
+        # Mapped for this chunk alone: pages count as memory of this process for as long as they are mapped.
+        start = record.begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        with open(record.path, "rb") as file:
+            size = record.begin + record.size - start
+            memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY, offset=start)
+        content = torch.frombuffer(memory, dtype=dtype, offset=record.begin - start).view(sizes)
+        for chunk, box in boxes:
+            target = narrowed(chunk.tensor.detach(), chunk.offsets, box)
+            target.copy_(narrowed(content, offsets, box))
 
 
 def _cover(boxes: list[Box], shape: tuple[int, ...]) -> bool:
@@ -292,19 +255,6 @@ def _cover(boxes: list[Box], shape: tuple[int, ...]) -> bool:
             return False
         reaching.append(box)
     return True
-
-
-class _Reader(FileSystemReader):
-    """torch's reader, given the metadata: its own way to read them would run what the pickle says."""
-
-    def __init__(self, folder: Path, metadata: Metadata) -> None:
-        super().__init__(folder)
-        # Checked by StoredTensors; torch would unpickle the file once more, without checks.
-        self._read_before = metadata
-
-    @override
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._read_before
 
 
 def read_metadata(file: IO[bytes]) -> Metadata:

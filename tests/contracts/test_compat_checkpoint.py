@@ -115,12 +115,12 @@ def test_chunk_locations_yields_every_chunk(tmp_path: Path) -> None:
     with open(tmp_path / METADATA_FILE, "rb") as file:
         metadata = read_metadata(file)
     places = list(_checkpoint.chunk_locations(metadata))
-    actual = sorted({(name, file) for name, file, _, _ in places})
+    actual = sorted({(name, file) for name, _, file, *_ in places})
     pair = [(f"torch.{dtype}", f"__{rank}_0.distcp") for dtype in ("bfloat16", "float32", "int64") for rank in (0, 1)]
     assert actual == sorted([*pair, ("on the last rank", "__1_0.distcp")])
     assert all((tmp_path / file).is_file() for _, file in actual)
     for file in {file for _, file in actual}:
-        lengths = sum(length for _, other, _, length in places if other == file)
+        lengths = sum(length for *_, other, _, length in places if other == file)
         assert lengths == (tmp_path / file).stat().st_size
     assert list(_checkpoint.chunk_locations(Metadata({}))) == []
 

@@ -1,10 +1,14 @@
 """Checkpoint folders written by one process without a process group, tables cut as on several ranks."""
 
+import json
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from lightning_distrec.checkpoint.atomic_folder import CHECKSUMS, MARKER, MARKER_CHECKSUM, marker_crc32
 from lightning_distrec.checkpoint.save import RankContent, take_folder_snapshot
 from lightning_distrec.chunks import Chunk, ChunkedTensor
 
@@ -47,3 +51,13 @@ def write_folder(path: Path, checkpoint: dict[str, Any], **marker: Any) -> Path:
     content = RankContent(path=path.absolute(), checkpoint=whole, facts=marker)
     take_folder_snapshot(content, SingleRank()).write(SingleRank())
     return path
+
+
+def edit_marker(folder: Path, edit: Callable[[dict[str, Any]], Any] = lambda marker: None) -> None:
+    """Change what a marker says, with all checksums of the folder: as who forges a checkpoint would."""
+    marker = json.loads((folder / MARKER).read_text())
+    del marker[MARKER_CHECKSUM]
+    edit(marker)
+    files = {name: folder / name for name in marker["files"] if (folder / name).is_file()}
+    marker[CHECKSUMS] = {name: zlib.crc32(file.read_bytes()) for name, file in files.items()}
+    (folder / MARKER).write_text(json.dumps({**marker, MARKER_CHECKSUM: marker_crc32(marker)}))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_distrec.atomic_files import fsync
-from lightning_distrec.checkpoint.contents import read_contents
+from lightning_distrec.checkpoint.contents import check_bytes, open_checkpoint, read_contents
 from lightning_distrec.checkpoint.lazy_tensors import as_lazy, collect_tensors, read_blocks
 from lightning_distrec.checkpoint.load import SAFETENSORS_TYPES
 from lightning_distrec.checkpoint.plain_state import map_nested, plain_optimizer_state
@@ -130,6 +130,7 @@ def _must_be_free(target: Path, overwrite: bool) -> None:
 
 def _read_content(source: Path, target: Path, pickles: bool) -> dict[str, Any]:
     """Return what to write, with handles for tensors."""
+    check_bytes(source, open_checkpoint(source).ranges())
     checkpoint = read_contents(source, pickles).checkpoint
     if not isinstance(state := checkpoint.get("state_dict"), dict):
         raise CheckpointError(

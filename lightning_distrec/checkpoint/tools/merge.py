@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_distrec.atomic_files import write_file
-from lightning_distrec.checkpoint.atomic_folder import UnfinishedFolder
+from lightning_distrec.checkpoint.atomic_folder import CHECKSUMS, UnfinishedFolder
 from lightning_distrec.checkpoint.contents import open_checkpoint, read_contents, verify
 from lightning_distrec.checkpoint.difference import CHANGED, INCREMENTAL, ROW_IDS, Difference
 from lightning_distrec.checkpoint.lazy_tensors import collect_tensors
@@ -41,11 +41,11 @@ def merge(source: Path, target: Path) -> None:
     unfinished = None
     try:
         unfinished = UnfinishedFolder(target.absolute())
-        write_tensors(unfinished.path, tensors, None, target)
+        crc32 = write_tensors(unfinished.path, tensors, None, target)()
         write_file(unfinished.path / STATE_FILE, to_bytes(state))
         for name in (name for name in copied if name in marker["files"]):
             shutil.copyfile(source / name, unfinished.path / name)
-        unfinished.complete(content | {"tensors": sizes})
+        unfinished.complete(content | {"tensors": sizes, CHECKSUMS: crc32})
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error}. No folder was left there.") from error
     finally:

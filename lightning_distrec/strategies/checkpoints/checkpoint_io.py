@@ -1,5 +1,6 @@
 """Lightning's CheckpointIO: it has the files that are not on a local path, and all of them if the user has set one."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -7,8 +8,10 @@ from typing import Any, NoReturn
 from lightning.pytorch.plugins import CheckpointIO, TorchCheckpointIO
 
 from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
-from lightning_distrec.checkpoint.contents import open_checkpoint
-from lightning_distrec.checkpoint.load import CheckpointFile, StoredCheckpoint
+from lightning_distrec.checkpoint.checksums import ByteRange
+from lightning_distrec.checkpoint.contents import check_bytes, open_checkpoint
+from lightning_distrec.checkpoint.load import CheckpointFile, Loaded, StoredCheckpoint
+from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError, ConfigError, MissingCheckpointError
 
 
@@ -29,6 +32,24 @@ def open_stored(path: str | Path, io: CheckpointIO) -> StoredCheckpoint:
     if not is_elsewhere(str(path), io) or Path(path).is_dir():
         return open_checkpoint(Path(path))
     return CheckpointFile(Path(path), partial(_read_with, io, path))
+
+
+def read_checked(
+    open_it: Callable[[], StoredCheckpoint], path: str | Path, ranks: Consensus, pickles: bool, is_checked: bool = False
+) -> Loaded:
+    """Collective. Return a checkpoint whose bytes match their checksums. Raises CheckpointError on all ranks.
+
+    is_checked: whether they were compared before.
+    """
+
+    def open_with_ranges() -> tuple[StoredCheckpoint, list[ByteRange]]:
+        stored = open_it()
+        return stored, [] if is_checked else stored.ranges()
+
+    stored, ranges = ranks.all_or_none("loading a checkpoint", open_with_ranges)
+    if not is_checked:
+        check_bytes(path, ranges, ranks)
+    return ranks.all_or_none("loading a checkpoint", lambda: stored.load(ranks.rank, ranks.num_ranks, pickles))
 
 
 def _read_with(io: CheckpointIO, path: str | Path, pickles: bool) -> object:

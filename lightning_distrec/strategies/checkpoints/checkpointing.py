@@ -25,7 +25,13 @@ from lightning_distrec.checkpoint.save import STATE_FILE, RankContent, Saver, Sn
 from lightning_distrec.checkpoint.single_file import fits_in_one_file, take_file_snapshot
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError, ConfigError
-from lightning_distrec.strategies.checkpoints.checkpoint_io import is_elsewhere, is_plugin, open_stored, refuse_folder
+from lightning_distrec.strategies.checkpoints.checkpoint_io import (
+    is_elsewhere,
+    is_plugin,
+    open_stored,
+    read_checked,
+    refuse_folder,
+)
 from lightning_distrec.strategies.checkpoints.incremental_saves import IncrementalSaves
 from lightning_distrec.strategies.checkpoints.job_fit import JobFit
 from lightning_distrec.strategies.checkpoints.module_weights import load_weights
@@ -66,6 +72,8 @@ class Checkpointing:
         """Which ranks hold the optimizer state of a parameter, until the next run; None: all do."""
         self.positions = Positions(consensus)
         self._has_started = False
+        self.checked_path: str | None = None
+        """The checkpoint that a restart has chosen, and compared with its checksums, until it is loaded."""
         self._warned: set[str] = set()
 
     def start_run(self, module: LightningModule, job: JobFit | None = None) -> None:
@@ -227,11 +235,9 @@ class Checkpointing:
             ) from error
 
     def _load(self, path: str | Path) -> Loaded:
-        pickles, rank, num_ranks = self.options.pickles, self._ranks.rank, self._ranks.num_ranks
         io = self._module.trainer.strategy.checkpoint_io
-        loaded = self._ranks.all_or_none(
-            "loading a checkpoint", lambda: open_stored(path, io).load(rank, num_ranks, pickles)
-        )
+        is_checked, self.checked_path = str(path) == self.checked_path, None
+        loaded = read_checked(partial(open_stored, path, io), path, self._ranks, self.options.pickles, is_checked)
         checkpoint = loaded.checkpoint
         renamed = self.options.renamed
         checkpoint["state_dict"] = {renamed(name): value for name, value in checkpoint["state_dict"].items()}

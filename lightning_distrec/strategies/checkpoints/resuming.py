@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_distrec.checkpoint.atomic_folder import clean_up
 from lightning_distrec.checkpoint.contents import open_checkpoint
 from lightning_distrec.cluster.consensus import Consensus
-from lightning_distrec.errors import CheckpointError
+from lightning_distrec.errors import CheckpointError, RankError
+from lightning_distrec.strategies.checkpoints.checkpoint_io import read_checked
 from lightning_distrec.strategies.checkpoints.job_fit import JobFit, Places
 from lightning_distrec.units import quantity
 
@@ -74,19 +76,13 @@ class Resuming:
         candidates = ranks.all_or_none("looking for checkpoints", lambda: self._candidates() if rank_0 else [])
         for path, step, label in ranks.all_gather(candidates)[0]:
             # One rank that cannot read it, for example its own rank_<r>.pt, makes all ranks take the next one.
-            problems = [problem for problem in ranks.all_gather(self._problem(Path(path), ranks)) if problem]
-            if not problems:
+            try:
+                read_checked(partial(open_checkpoint, Path(path)), path, ranks, self._pickles)
+            except (CheckpointError, RankError, OSError) as error:
+                rank_zero_warn(f"A checkpoint of this job is skipped: {error}")
+            else:
                 return ResumePoint(path, step, label)
-            rank_zero_warn(f"A checkpoint of this job is skipped: {problems[0]}")
         return None
-
-    def _problem(self, path: Path, ranks: Consensus) -> str:
-        """Return why this rank cannot go on from a checkpoint; "" if it can."""
-        try:
-            open_checkpoint(path).load(ranks.rank, ranks.num_ranks, self._pickles)
-        except (CheckpointError, OSError) as error:
-            return str(error)
-        return ""
 
     def _candidates(self) -> list[tuple[str, int, str]]:
         """Return path, step and label of the job's checkpoints, the furthest first. On rank 0."""

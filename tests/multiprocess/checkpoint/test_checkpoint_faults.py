@@ -1,7 +1,6 @@
 """Saving and loading when something goes wrong: all ranks say so, with the reason, and what was complete stays."""
 
 import contextlib
-import json
 import os
 import re
 import resource
@@ -30,6 +29,7 @@ from lightning_distrec.checkpoint.lazy_tensors import materialized
 from lightning_distrec.checkpoint.tools.export_checkpoint import export
 from lightning_distrec.errors import CheckpointError
 from lightning_distrec.strategies.checkpoints.checkpointing import drop_hyperparameters
+from tests.support.checkpoint_folders import edit_marker
 from tests.support.click_model import ClickModel, rank_loader, seeded
 from tests.support.parameters import slow_except
 from tests.support.plain_checkpoints import load
@@ -535,21 +535,17 @@ def _spoil(file: Path) -> None:
 
 
 def _later_format(folder: Path) -> None:
-    (folder / MARKER).write_text(json.dumps(json.loads((folder / MARKER).read_text()) | {"format": 2}))
+    edit_marker(folder, lambda marker: marker.update(format=2))
 
 
 def _save_as(file: Path, content: Any) -> None:
     torch.save(content, file)
-    marker = json.loads((file.parent / MARKER).read_text())
-    marker["files"][file.name] = file.stat().st_size
-    (file.parent / MARKER).write_text(json.dumps(marker))
+    edit_marker(file.parent, lambda marker: marker["files"].update({file.name: file.stat().st_size}))
 
 
 def _forget(folder: Path, name: str) -> None:
     (folder / name).unlink()
-    marker = json.loads((folder / MARKER).read_text())
-    del marker["files"][name]
-    (folder / MARKER).write_text(json.dumps(marker))
+    edit_marker(folder, lambda marker: marker["files"].pop(name))
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -559,14 +555,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "later format": (_later_format, "has format 2, and this version of lightning_distrec reads format 1"),
     "tensors cut off": (lambda p: _truncate(p / "__1_0.distcp"), "__1_0.distcp has "),
     "tensors gone": (lambda p: (p / "__0_0.distcp").unlink(), "__0_0.distcp is missing, and should have "),
-    "tensors are zeros": (lambda p: _spoil(p / "__1_0.distcp"), "cannot be read: a tensor's bytes are damaged"),
+    "tensors are zeros": (lambda p: _spoil(p / "__1_0.distcp"), "__1_0.distcp does not match its checksum"),
     "metadata gone": (lambda p: (p / ".metadata").unlink(), ".metadata is missing"),
-    "metadata are zeros": (lambda p: _spoil(p / ".metadata"), ".metadata is no metadata of a checkpoint"),
+    "metadata are zeros": (lambda p: _spoil(p / ".metadata"), "is damaged: .metadata does not match"),
     "state cut off": (lambda p: _truncate(p / "state.pt"), "state.pt has "),
-    "state is zeros": (lambda p: _spoil(p / "state.pt"), "state.pt cannot be read"),
+    "state is zeros": (lambda p: _spoil(p / "state.pt"), "state.pt does not match its checksum"),
     "a rank's file gone": (lambda p: (p / "rank_1.pt").unlink(), "rank_1.pt is missing"),
     "a rank's file gone, and not listed": (lambda p: _forget(p, "rank_1.pt"), "rank_1.pt"),
-    "a rank's file is zeros": (lambda p: _spoil(p / "rank_1.pt"), "rank_1.pt cannot be read"),
+    "a rank's file is zeros": (lambda p: _spoil(p / "rank_1.pt"), "rank_1.pt does not match its checksum"),
     "a rank's file is a list": (lambda p: _save_as(p / "rank_1.pt", [1]), "rank_1.pt"),
     "a rank's file lacks something": (lambda p: _save_as(p / "rank_1.pt", {"loaders": [], "generators": {}}), "rank_1"),
     "an empty folder": (lambda p: [file.unlink() for file in p.iterdir()], "is not a complete checkpoint"),

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -15,10 +16,11 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from lightning_distrec import TorchRecShardedStrategy
+from lightning_distrec.checkpoint.checksums import read_archive
 from lightning_distrec.cluster.environment import LaunchedRanks
 from lightning_distrec.cluster.launched import Launched
 from lightning_distrec.cluster.rendezvous import MeetingPoint
-from lightning_distrec.errors import ConfigError
+from lightning_distrec.errors import CheckpointError, ConfigError
 from lightning_distrec.strategies.checkpoints import job_fit, resuming
 from lightning_distrec.strategies.checkpoints.job_fit import FOLDER
 from lightning_distrec.strategies.run import strategy as run_strategy
@@ -144,18 +146,41 @@ def _by_job(folder: Path) -> Any:
     ]
 
 
+def _flip(file: Path, begin: int, size: int = 64) -> None:
+    """Flip all bits of some bytes."""
+    content = bytearray(file.read_bytes())
+    content[begin : begin + size] = bytes(255 - byte for byte in content[begin : begin + size])
+    file.write_bytes(content)
+
+
 def _damaged(folder: Path) -> Any:
-    """Three complete checkpoints, of which the furthest two are spoilt in different ways."""
-    first = _start(folder, "a", num_steps=7, distributed=True)
+    """Four complete checkpoints, of which the furthest three are spoilt in different ways."""
+    first = _start(folder, "a", num_steps=9, distributed=True)
     if rank_and_num_ranks()[0] == 0:
-        (folder / "often" / "step=6.ckpt" / "rank_1.pt").write_bytes(b"no")
-        state = folder / "often" / "step=4.ckpt" / "state.pt"
-        state.write_bytes(b"\0" * state.stat().st_size)
+        (folder / "often" / "step=8.ckpt" / "rank_1.pt").write_bytes(b"no")
+        _flip(folder / "often" / "step=6.ckpt" / "state.pt", 500)
+        _flip(folder / "often" / "step=4.ckpt" / "__1_0.distcp", 700)
         (folder / "often" / ".distrec-unfinished-x").mkdir()
         (folder / "often" / "step=99.ckpt").mkdir()
         for item in folder.rglob("epoch=*.ckpt"):
             shutil.rmtree(item)
     return [first, _start(folder, "a", distributed=True)]
+
+
+def _damaged_files(folder: Path) -> Any:
+    """Single files, of which the furthest is spoilt, and loaded by its path too."""
+    first = _start(folder, "a", num_steps=7)
+    newest = next(folder.rglob("step=6.ckpt"))
+    torch.distributed.barrier()
+    if rank_and_num_ranks()[0] == 0:
+        tensors = [record for record in read_archive(newest) if "/data/" in record.label]
+        _flip(newest, max(tensors, key=lambda record: record.size).begin)
+    second, message = _start(folder, "a"), ""
+    try:
+        _start(folder, "b", ckpt_path=newest)
+    except CheckpointError as error:
+        message = str(error)
+    return [first, second, message]
 
 
 def _given(folder: Path) -> Any:
@@ -237,18 +262,23 @@ def test_a_job_restarted_by_its_launcher_goes_on_and_a_new_start_after_its_end_b
 
 
 def test_damaged_and_unfinished_checkpoints_are_skipped_with_a_line_each(tmp_path: Path) -> None:
-    lived = _lived(tmp_path, "alone", "damaged")
+    lived = _lived(tmp_path, "alone", "damaged", "damaged_files")
     for rank_results in lived:
-        first, second = rank_results["damaged"]
-        assert _firsts([first, second]) == [0, 2]
-        assert first["losses"][:2] + second["losses"] == rank_results["alone"]["losses"]
+        for story, first_step in (("damaged", 2), ("damaged_files", 4)):
+            first, second = rank_results[story][:2]
+            assert _firsts([first, second]) == [0, first_step]
+            assert first["losses"][:first_step] + second["losses"] == rank_results["alone"]["losses"]
+        message = rank_results["damaged_files"][2]
+        assert re.search(r"step=6.ckpt is damaged: archive/data/\d+ in step=6.ckpt does not match", message), message
     message = lived[0]["damaged"][1]["said"]
     for case in (
-        "step=6.ckpt is damaged: rank_1.pt has 2 bytes",
-        "step=4.ckpt/state.pt cannot be read",
+        "step=8.ckpt is damaged: rank_1.pt has 2 bytes",
+        "step=6.ckpt is damaged: state.pt does not match its checksum",
+        "step=4.ckpt is damaged: __1_0.distcp does not match its checksum",
         "step=99.ckpt",
     ):
         assert case in message
+    assert "A checkpoint of this job is skipped: " in lived[0]["damaged_files"][1]["said"]
     assert ".distrec-unfinished-x was never completed" in message
 
 

@@ -33,7 +33,7 @@ from lightning_distrec.checkpoint.atomic_folder import MARKER, UNFINISHED, clean
 from lightning_distrec.checkpoint.lazy_tensors import materialized
 from lightning_distrec.checkpoint.storage import METADATA_FILE, read_metadata
 from lightning_distrec.errors import CheckpointError
-from tests.support.checkpoint_folders import by_rows, write_folder
+from tests.support.checkpoint_folders import by_rows, edit_marker, write_folder
 from tests.support.plain_checkpoints import load
 
 STATE, RANK, TENSORS = "state.pt", "rank_0.pt", "__0_0.distcp"
@@ -85,14 +85,8 @@ def _put(folder: Path, name: str, content: bytes) -> Path:
     """Replace a file, and have the marker say so."""
     (folder / name).unlink(missing_ok=True)
     (folder / name).write_bytes(content)
-    _edit_marker(folder, lambda marker: marker["files"].update({name: len(content)}))
+    edit_marker(folder, lambda marker: marker["files"].update({name: len(content)}))
     return folder
-
-
-def _edit_marker(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
-    marker = json.loads((folder / MARKER).read_text())
-    edit(marker)
-    (folder / MARKER).write_text(json.dumps(marker))
 
 
 def _edit_metadata(folder: Path, edit: Callable[[Any], Any]) -> Path:
@@ -539,7 +533,7 @@ def test_nothing_outside_of_the_folder_is_read(tmp_path: Path, folder: Path) -> 
         old = os.stat(secret).st_atime_ns
         _refusal(_edit_metadata(lying, _lies(relative_path=place)))
         assert os.stat(secret).st_atime_ns == old, update
-        _edit_marker(listing, lambda marker, position=place: marker["files"].update({position: secret.stat().st_size}))
+        edit_marker(listing, lambda marker, position=place: marker["files"].update({position: secret.stat().st_size}))
         assert "is missing" in _refusal(listing), update
 
 
@@ -780,7 +774,7 @@ def test_what_is_no_file_is_neither_waited_for_nor_read_for_ever(
     folder: Path, name: str, kind: str, listed: bool
 ) -> None:
     if not listed:
-        _edit_marker(folder, lambda marker: marker["files"].pop(name, None))
+        edit_marker(folder, lambda marker: marker["files"].pop(name, None))
     (folder / name).unlink()
     if kind == "pipe":
         os.mkfifo(folder / name)
@@ -825,7 +819,7 @@ def test_a_leftover_goes_nowhere_but_to_a_name_beside_it(tmp_path: Path, templat
     parent = tmp_path / "a" / "b"
     leftovers = Path(shutil.copytree(template, parent / f"{UNFINISHED}x"))
     named = {"name": name.format(tmp=tmp_path) if isinstance(name, str) else name}
-    _edit_marker(leftovers, lambda marker: marker.pop("name") if name is ... else marker.update(named))
+    edit_marker(leftovers, lambda marker: marker.pop("name") if name is ... else marker.update(named))
     clean_up(parent)
     assert list(tmp_path.iterdir()) == [tmp_path / "a"]
     assert list((tmp_path / "a").iterdir()) == [parent]

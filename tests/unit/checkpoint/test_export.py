@@ -1,6 +1,5 @@
 """Exported files are those that the libraries themselves would have written, and nothing else is left behind."""
 
-import json
 import os
 import pickle
 import resource
@@ -19,7 +18,7 @@ from lightning_distrec import chunks as chunks_module
 from lightning_distrec.checkpoint.storage import read_metadata
 from lightning_distrec.checkpoint.tools.export_checkpoint import export
 from lightning_distrec.errors import CheckpointError
-from tests.support.checkpoint_folders import by_columns, by_rows, write_folder
+from tests.support.checkpoint_folders import by_columns, by_rows, edit_marker, write_folder
 
 
 def weights() -> dict[str, Tensor]:
@@ -239,9 +238,7 @@ def test_a_folder_from_which_rows_are_missing_is_refused(tmp_path: Path) -> None
         metadata = read_metadata(file)
     metadata.state_dict_metadata["state_dict/mlp.weight"].chunks.pop()
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    marker = json.loads((path / "complete.json").read_text())
-    marker["files"][".metadata"] = (path / ".metadata").stat().st_size
-    (path / "complete.json").write_text(json.dumps(marker))
+    edit_marker(path, lambda marker: marker["files"].update({".metadata": (path / ".metadata").stat().st_size}))
     with pytest.raises(CheckpointError, match="is damaged: the chunks of 'state_dict/mlp.weight' are not all of it"):
         export(path, tmp_path / "out.pt")
 

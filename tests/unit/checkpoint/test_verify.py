@@ -1,17 +1,26 @@
-"""A changed byte anywhere in a checkpoint is found by its checksums, which loading does not look at."""
+"""A changed byte anywhere in a checkpoint is found by its checksums, before anything of it is loaded."""
 
+import contextlib
 import json
+import random
+import zlib
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_distrec.checkpoint.contents import verify
+from lightning_distrec.checkpoint import checksums
+from lightning_distrec.checkpoint.atomic_folder import MARKER, MARKER_CHECKSUM, marker_crc32
+from lightning_distrec.checkpoint.checksums import ByteRange, changed_ranges, combine_crc32
+from lightning_distrec.checkpoint.contents import check_file, read_full, verify
 from lightning_distrec.checkpoint.save import RankContent, take_folder_snapshot
+from lightning_distrec.checkpoint.tools.export_checkpoint import export
 from lightning_distrec.cli.command_line import EXIT_ERROR, EXIT_OK
 from lightning_distrec.cli.main import main
 from lightning_distrec.errors import CheckpointError
-from tests.support.checkpoint_folders import SingleRank, by_rows, write_folder
+from tests.support.checkpoint_folders import SingleRank, by_rows, edit_marker, write_folder
 from tests.support.plain_checkpoints import load
 
 
@@ -31,16 +40,20 @@ def _flip(file: Path, position: int) -> None:
 def test_what_was_not_changed_is_as_it_was_written(folder: Path) -> None:
     read: list[int] = []
     assert verify(folder, read.append) == []
-    assert sum(read) == sum(f.stat().st_size for f in folder.iterdir() if f.suffix in (".pt", ".distcp"))
+    assert sum(read) == sum(file.stat().st_size for file in folder.iterdir() if file.name != MARKER)
 
 
-def test_a_changed_number_of_a_table_is_named_and_loading_does_not_see_it(folder: Path) -> None:
+def test_a_changed_number_of_a_table_is_found_by_what_reads_all_of_it(folder: Path, tmp_path: Path) -> None:
     (tensors,) = folder.glob("*.distcp")
     old = load(folder, 0, 1).checkpoint["state_dict"]["table"].read()
     position = tensors.read_bytes().index(old[7].numpy().tobytes()) + 5
     _flip(tensors, position)
-    assert verify(folder) == [f"'state_dict/table' in {tensors.name}"]
-    assert not torch.equal(load(folder, 0, 1).checkpoint["state_dict"]["table"].read(), old)
+    assert verify(folder) == [tensors.name]
+    with pytest.raises(CheckpointError, match=r"it.ckpt is damaged: __0_0.distcp does not match its checksum"):
+        read_full(folder, with_optimizers=False)
+    with pytest.raises(CheckpointError, match=r"it.ckpt is damaged: __0_0.distcp does not match its checksum"):
+        export(folder, tmp_path / "it.pt")
+    assert not (tmp_path / "it.pt").exists()
     assert main(["checkpoint", "inspect", str(folder), "--verify"]) == EXIT_ERROR
 
 
@@ -49,7 +62,7 @@ def test_a_plain_file_is_verified_too(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "a.pt")
     assert main(["checkpoint", "inspect", str(tmp_path / "a.pt"), "--verify"]) == EXIT_OK
     _flip(tmp_path / "a.pt", (tmp_path / "a.pt").read_bytes().index(state["layer"].numpy().tobytes()) + 20)
-    assert verify(tmp_path / "a.pt") == ["a.pt"]
+    assert verify(tmp_path / "a.pt") == ["a/data/0 in a.pt"]
     torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointError, match="old.pt has no checksums"):
         verify(tmp_path / "old.pt")
@@ -65,8 +78,108 @@ def test_a_file_without_checksums_inside_is_compared_with_what_the_marker_has(tm
     assert verify(path) == ["notes"]
     (path / "plan.json").write_bytes(b"{2}")
     assert verify(path) == ["notes", "plan.json"]
-    marker = json.loads((path / "complete.json").read_text())
-    for checksums in ([1], {"../notes": 1}, {"gone": 1}):
-        (path / "complete.json").write_text(json.dumps({**marker, "crc32": checksums}))
+    for crc32 in ([1], {"../notes": 1}, {"gone": 1}):
+        edit_marker(path)
+        marker = json.loads((path / MARKER).read_text()) | {"crc32": crc32}
+        del marker[MARKER_CHECKSUM]
+        (path / MARKER).write_text(json.dumps(marker | {MARKER_CHECKSUM: marker_crc32(marker)}))
         with pytest.raises(CheckpointError, match="it.ckpt is damaged: its marker has no checksums, but "):
             verify(path)
+
+
+def test_a_changed_marker_is_no_marker(folder: Path) -> None:
+    text = (folder / MARKER).read_text()
+    (folder / MARKER).write_text(text.replace('"global_step": 30', '"global_step": 31'))
+    with pytest.raises(CheckpointError, match="complete.json is damaged: it does not match its checksum"):
+        verify(folder)
+
+
+def test_a_folder_of_an_early_version_is_compared_with_the_checksums_of_its_archives(folder: Path) -> None:
+    marker = json.loads((folder / MARKER).read_text())
+    del marker[MARKER_CHECKSUM], marker["crc32"]
+    (folder / MARKER).write_text(json.dumps(marker))
+    assert verify(folder) == []
+    table = load(folder, 0, 1).checkpoint["state_dict"]["table"].read()
+    content = (folder / "__0_0.distcp").read_bytes()
+    _flip(folder / "__0_0.distcp", content.index(table[150].numpy().tobytes()) + 5)
+    assert verify(folder) == ["'state_dict/table' in __0_0.distcp"]
+    _flip(folder / "state.pt", (folder / "state.pt").read_bytes().index(b"pytorch-lightning_version"))
+    assert verify(folder) == ["'state_dict/table' in __0_0.distcp", "archive/data.pkl in state.pt"]
+
+
+def test_files_that_were_saved_without_checksums_load(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        state = {"table": by_rows(torch.rand(300, 16), 120), "layer": torch.rand(100, 90)}
+        folder = write_folder(tmp_path / "it.ckpt", {"state_dict": state}, num_ranks=1)
+        torch.save({"layer": state["layer"]}, tmp_path / "a.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert verify(folder) == []  # the folder's own are there
+    assert torch.equal(load(tmp_path / "a.pt").checkpoint["state_dict"]["layer"], state["layer"])
+    check_file(tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="a.pt has no checksums"):
+        verify(tmp_path / "a.pt")
+
+
+class Layer(pl.LightningModule):
+    """One layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(40, 40)
+
+
+def test_load_from_checkpoint_compares_the_checksums_of_a_plain_file(tmp_path: Path) -> None:
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer.strategy.connect(Layer())
+    trainer.save_checkpoint(path := tmp_path / "plain.ckpt")
+    weight = trainer.model.layer.weight.detach()
+    assert torch.equal(Layer.load_from_checkpoint(path).layer.weight, weight)
+    _flip(path, path.read_bytes().index(weight.numpy().tobytes()) + 7)
+    with pytest.raises(CheckpointError, match=r"plain.ckpt is damaged: archive/data/0 in plain.ckpt does not match"):
+        Layer.load_from_checkpoint(path)
+
+
+def test_checksums_of_blocks_become_those_of_the_whole() -> None:
+    numbers = random.Random(0)
+    for _ in range(50):
+        parts = [numbers.randbytes(numbers.randrange(300)) for _ in range(3)]
+        combined = 0
+        for part in parts:
+            combined = combine_crc32(combined, zlib.crc32(part), len(part))
+        assert combined == zlib.crc32(b"".join(parts))
+
+
+class OneOf(SingleRank):
+    """One of some ranks, one after the other: each takes its share, the last one has the others' too."""
+
+    def __init__(self, rank: int, num_ranks: int, shares: list[list[int]]) -> None:
+        self.rank, self.num_ranks, self.shares = rank, num_ranks, shares
+
+    def all_gather(self, value: Any) -> list[Any]:
+        self.shares.append(value)
+        # What ranks to come would report is not known yet: only the last one's result counts.
+        return self.shares if len(self.shares) == self.num_ranks else [value]
+
+
+def test_ranks_read_each_byte_once_and_find_what_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checksums, "BLOCK_BYTES", 1000)
+    sizes = {"a": 0, "b": 1, "c": 12_345, "d": 999, "e": 1000, "f": 1001}
+    files = {name: bytes(i % 251 for i in range(size)) for name, size in sizes.items()}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    ranges = [ByteRange(name, tmp_path / name, 0, len(c), zlib.crc32(c)) for name, c in files.items()]
+    _flip(tmp_path / "c", 11_111)
+    (tmp_path / "f").write_bytes(files["f"][:-1])
+    for num_ranks in (1, 2, 3, 7):
+        read: list[int] = []
+        shares: list[list[int]] = []
+        for rank in range(num_ranks):
+            with contextlib.suppress(ValueError):  # all but the last one lack the others' shares
+                changed = changed_ranges(ranges, OneOf(rank, num_ranks, shares), read.append)
+        assert changed == {"c", "f"}
+        assert sum(read) == sum(sizes.values())
+        assert max(len(share) for share in shares) <= len(read) // num_ranks + 3
+    with pytest.raises(CheckpointError, match="the ranks see different files in the place of .*a"):
+        changed_ranges(ranges, OneOf(1, 2, [[7]]))

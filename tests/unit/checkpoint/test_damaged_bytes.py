@@ -1,0 +1,248 @@
+"""Checkpoints of all forms, damaged at random: what loads without an error is what was saved."""
+
+import dataclasses
+import json
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_distrec.checkpoint.atomic_folder import CHECKSUMS, MARKER, MARKER_CHECKSUM
+from lightning_distrec.checkpoint.checksums import read_archive
+from lightning_distrec.checkpoint.contents import open_checkpoint
+from lightning_distrec.checkpoint.difference import CHANGED, INCREMENTAL, ROW_IDS, Mark
+from lightning_distrec.checkpoint.lazy_tensors import materialized
+from lightning_distrec.checkpoint.load import Origin
+from lightning_distrec.checkpoint.plain_state import map_nested
+from lightning_distrec.checkpoint.save import RankContent, take_folder_snapshot
+from lightning_distrec.checkpoint.single_file import take_file_snapshot
+from lightning_distrec.checkpoint.storage import StoredTensors
+from lightning_distrec.errors import CheckpointError
+from lightning_distrec.strategies.checkpoints.checkpoint_io import read_checked
+from tests.support.checkpoint_folders import SingleRank, by_rows
+from tests.support.parameters import slow_except
+
+TABLE = torch.arange(12_000.0).view(240, 50)
+LAYERS = {f"layer.{number}": torch.full((64, 70), float(number)) for number in range(3)}
+FULL = Mark(id="b", series="s", changed={})
+DIFFERENCE = Mark(id="d", series="s", base_name="full.ckpt", base_id="b", changed={"table": 60})
+
+
+def _content(path: Path, table: Any, mark: Mark | None = None, **entries: Any) -> RankContent:
+    state = {"state_dict": {"table": table, **LAYERS, "small": torch.arange(30.0)}, **entries}
+    return RankContent(
+        path=path,
+        checkpoint={"epoch": 2, "global_step": 30, "pytorch-lightning_version": "2.6.0", "loops": {}, **state},
+        rank_state={"generators": torch.arange(5000, dtype=torch.uint8)},
+        facts={"job": "run-a-fit1@0123", **({INCREMENTAL: dataclasses.asdict(mark)} if mark else {})},
+        extra_files={"plan.json": b"{}"},
+    )
+
+
+def _single_file(folder: Path) -> Path:
+    take_file_snapshot(_content(folder / "it.ckpt", by_rows(TABLE, 80)), SingleRank()).write(SingleRank())
+    return folder / "it.ckpt"
+
+
+def _folder(folder: Path, name: str = "it.ckpt", mark: Mark | None = None) -> Path:
+    take_folder_snapshot(_content(folder / name, by_rows(TABLE, 80, 160), mark), SingleRank()).write(SingleRank())
+    return folder / name
+
+
+def _early_folder(folder: Path) -> Path:
+    """As folders were before all of their bytes had checksums: archives have those of torch, the marker has none."""
+    marker = json.loads((_folder(folder) / MARKER).read_text())
+    del marker[MARKER_CHECKSUM]
+    marker[CHECKSUMS] = {"plan.json": marker[CHECKSUMS]["plan.json"]}
+    (folder / "it.ckpt" / MARKER).write_text(json.dumps(marker, indent=1))
+    return folder / "it.ckpt"
+
+
+def _difference(folder: Path) -> Path:
+    _folder(folder, "full.ckpt", FULL)
+    rows = {"offsets": (0, 0), "sizes": (240, 50), "ids": "table@0,0", "rows": by_rows(TABLE[:60] + 0.5)}
+    table = {CHANGED: [rows], "shape": (240, 50)}
+    ids = {"table@0,0": by_rows(torch.arange(60, dtype=torch.int32))}
+    content = _content(folder / "it.ckpt", table, DIFFERENCE, **{ROW_IDS: ids})
+    take_folder_snapshot(content, SingleRank()).write(SingleRank())
+    return folder / "it.ckpt"
+
+
+class Plain(pl.LightningModule):
+    """A table and layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, value in {"table": TABLE, **LAYERS}.items():
+            self.register_buffer(name.replace(".", "_"), value)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+
+
+def _plain_lightning(folder: Path) -> Path:
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer.strategy.connect(Plain())
+    trainer.save_checkpoint(folder / "it.ckpt")
+    return folder / "it.ckpt"
+
+
+FORMS: dict[str, Callable[[Path], Path]] = {
+    "single file": _single_file,
+    "folder": _folder,
+    "difference": _difference,
+    "plain Lightning": _plain_lightning,
+    "early folder": _early_folder,
+}
+
+
+def _flip_bits(content: bytearray, numbers: random.Random) -> None:
+    for _ in range(numbers.choice([1, 1, 2, 8])):
+        content[numbers.randrange(len(content))] ^= 1 << numbers.randrange(8)
+
+
+def _flip_64_bytes(content: bytearray, numbers: random.Random) -> None:
+    begin = numbers.randrange(len(content))
+    content[begin : begin + 64] = bytes(255 - byte for byte in content[begin : begin + 64])
+
+
+def _zero_block(content: bytearray, numbers: random.Random) -> None:
+    begin, size = numbers.randrange(len(content)), numbers.choice([16, 512, 4096])
+    content[begin : begin + size] = bytes(len(content[begin : begin + size]))
+
+
+def _truncate(content: bytearray, numbers: random.Random) -> None:
+    del content[numbers.randrange(len(content)) :]
+
+
+def _cut_out(content: bytearray, numbers: random.Random) -> None:
+    begin = numbers.randrange(len(content))
+    del content[begin : begin + numbers.choice([1, 64, 4096])]
+
+
+def _swap_blocks(content: bytearray, numbers: random.Random) -> None:
+    size = numbers.choice([64, 512, 4096])
+    if len(content) > 2 * size:
+        a, b = sorted(numbers.sample(range(0, len(content) - size, size), 2))
+        content[a : a + size], content[b : b + size] = content[b : b + size], content[a : a + size]
+
+
+BYTES = (_flip_bits, _flip_64_bytes, _zero_block, _truncate, _cut_out, _swap_blocks)
+
+
+def _swap_records(path: Path, numbers: random.Random) -> None:
+    """Exchange records of one size: of an archive, without their checksums, or full archives with them, or files."""
+    if path.is_file():
+        places = [(path, record.begin, record.size) for record in read_archive(path)]
+    else:
+        places = [(path / file, *place) for file, *place in StoredTensors(path).places.values()]
+        places += [(file, 0, file.stat().st_size) for file in path.iterdir()]
+    pairs = [(a, b) for a in places for b in places if a < b and a[2] == b[2]]
+    if not pairs:
+        _flip_64_bytes_of(path, numbers)
+        return
+    (file, begin, size), (other, place, _) = numbers.choice(pairs)
+    contents = {file: bytearray(file.read_bytes()) for file in (file, other)}
+    moved, back = contents[file][begin : begin + size], contents[other][place : place + size]
+    contents[file][begin : begin + size], contents[other][place : place + size] = back, moved
+    for changed, content in contents.items():
+        changed.write_bytes(content)
+
+
+def _flip_64_bytes_of(path: Path, numbers: random.Random) -> None:
+    _damage_bytes(_flip_64_bytes, path, numbers)
+
+
+def _damage_bytes(damage: Callable[[bytearray, random.Random], None], path: Path, numbers: random.Random) -> None:
+    files = [path] if path.is_file() else sorted(path.iterdir())
+    # Large files more often, but small ones too: markers, metadata.
+    file = numbers.choices(files, [file.stat().st_size ** 0.5 for file in files])[0]
+    content = bytearray(file.read_bytes())
+    damage(content, numbers)
+    file.write_bytes(content)
+
+
+def _read(path: Path, is_checked: bool = False) -> Any:
+    loaded = read_checked(lambda: open_checkpoint(path), path, SingleRank(), False, is_checked)  # type: ignore[arg-type]
+
+    def read(value: Any, place: str) -> Any:
+        return map_nested(materialized(value), place, read)
+
+    return read([loaded.checkpoint, loaded.rank_state, loaded.rank_0_state], "")
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(_equal, a, b))
+    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
+
+
+def _origin(path: Path) -> tuple[str, int]:
+    """Return what a restart chooses by."""
+    origin: Origin = open_checkpoint(path).origin()
+    return origin.job, origin.step
+
+
+def _outcome(path: Path, expected: Any, origin: tuple[str, int]) -> str:
+    try:
+        # As a restart does: it takes no checkpoint of another job, and says nothing of those.
+        same = _origin(path) == origin
+        return "as it was" if _equal(_read(path), expected) and same else "OTHER NUMBERS"
+    except CheckpointError as error:
+        return "error" if path.name in str(error) else f"an error without a name: {error}"
+
+
+def fuzz(form: str, folder: Path, count: int, seed: int = 0) -> Counter[str]:
+    """Damage copies of a checkpoint, and return how many loads ended how."""
+    source = folder / "source"
+    source.mkdir()
+    name = FORMS[form](source).name
+    expected, origin = _read(source / name), _origin(source / name)
+    numbers, outcomes = random.Random(seed), Counter[str]()
+    for number in range(count):
+        copy = Path(shutil.copytree(source, folder / str(number)))
+        # Of a difference the base as often as itself.
+        target = numbers.choice(sorted(copy.iterdir()))
+        kind = number % (len(BYTES) + 1)
+        if kind < len(BYTES):
+            _damage_bytes(BYTES[kind], target, numbers)
+        else:
+            _swap_records(target, numbers)
+        outcomes[_outcome(copy / name, expected, origin)] += 1
+        shutil.rmtree(copy)
+    return outcomes
+
+
+@pytest.mark.parametrize("count", slow_except([42], [42, 200]))
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.filterwarnings("ignore")
+def test_no_damaged_checkpoint_loads_other_numbers(tmp_path: Path, form: str, count: int) -> None:
+    outcomes = fuzz(form, tmp_path, count)
+    if form == "early folder":
+        # Its marker, its metadata, and which archive is which, had no checksum.
+        assert outcomes["error"] > count // 2
+        return
+    assert outcomes.keys() <= {"error", "as it was"}, outcomes
+    assert outcomes["error"] > 0.8 * count, outcomes
+
+
+def test_checkpoints_that_are_not_damaged_load(tmp_path: Path) -> None:
+    for form, write in FORMS.items():
+        (tmp_path / form).mkdir()
+        actual = _read(write(tmp_path / form))[0]["state_dict"]
+        expected = TABLE.clone()
+        if form == "difference":
+            expected[:60] += 0.5
+        assert torch.equal(actual["table"], expected)
+        assert all(
+            torch.equal(actual[name if name in actual else name.replace(".", "_")], LAYERS[name]) for name in LAYERS
+        )
