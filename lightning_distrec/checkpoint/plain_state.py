@@ -112,11 +112,10 @@ def extract_tensors(
 
 def insert_tensors(value: Any, stored: Callable[[Mapping[str, Any]], Any]) -> Any:
     """Return a copy with tensors, or handles to them, for references: what `stored` returns for each."""
-
-    def put(item: Any, path: str) -> Any:
-        return stored(item) if isinstance(item, Mapping) and STORED in item else map_nested(item, path, put)
-
-    return put(value, "")
+    if isinstance(value, Mapping) and STORED in value:
+        return stored(value)
+    # No inner function that calls itself: in its cycle, tensors would wait for the garbage collector.
+    return map_nested(value, "", lambda item, path: insert_tensors(item, stored))
 
 
 def _is_large(item: Any) -> bool:

@@ -17,6 +17,7 @@ from lightning_distrec.checkpoint.plain_state import extract_tensors, large_tens
 from lightning_distrec.checkpoint.storage import write_tensors
 from lightning_distrec.chunks import ChunkedTensor
 from lightning_distrec.errors import CheckpointError
+from lightning_distrec.host_memory import release_free_memory
 from lightning_distrec.ranks import Ranks
 
 # Of the process, not of one Saver: loggers know a checkpoint's path, and not the strategy that writes it.
@@ -206,7 +207,7 @@ class Saver:
             snapshot.write(self._ranks)
             return
         # The copy is made here, before the next step changes the tables; only writing it is left to the thread.
-        on_host = snapshot.on_host()
+        on_host = [snapshot.on_host()]
         self.in_flight = snapshot.path
         # A daemon: a run that gives up on a hanging file system can still exit.
         self._thread = threading.Thread(target=self._write, args=(on_host,), name="checkpoint", daemon=True)
@@ -214,12 +215,14 @@ class Saver:
         writing[snapshot.path] = self._thread
         self._thread.start()
 
-    def _write(self, snapshot: Snapshot) -> None:
+    def _write(self, on_host: list[Snapshot]) -> None:
         try:
-            snapshot.write(self._ranks)
+            # Taken out, so that nothing holds the copy once it is written.
+            on_host.pop().write(self._ranks)
         # A thread's exception would be printed and lost: `finish` raises it, on all ranks at the same step.
         except BaseException as failure:
             self._failure = failure
+        release_free_memory()
 
     def remove(self, path: Path) -> None:
         """Remove a checkpoint; while one is being written, after that is complete, and not at all if it fails."""

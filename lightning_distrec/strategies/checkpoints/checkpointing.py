@@ -72,8 +72,6 @@ class Checkpointing:
         """Which ranks hold the optimizer state of a parameter, until the next run; None: all do."""
         self.positions = Positions(consensus)
         self._has_started = False
-        self.checked_path: str | None = None
-        """The checkpoint that a restart has chosen, and compared with its checksums, until it is loaded."""
         self._warned: set[str] = set()
 
     def start_run(self, module: LightningModule, job: JobFit | None = None) -> None:
@@ -236,7 +234,9 @@ class Checkpointing:
 
     def _load(self, path: str | Path) -> Loaded:
         io = self._module.trainer.strategy.checkpoint_io
-        is_checked, self.checked_path = str(path) == self.checked_path, None
+        is_checked = self._job is not None and str(path) == self._job.checked_path
+        if self._job is not None:
+            self._job.checked_path = ""
         loaded = read_checked(partial(open_stored, path, io), path, self._ranks, self.options.pickles, is_checked)
         checkpoint = loaded.checkpoint
         renamed = self.options.renamed

@@ -76,6 +76,8 @@ class JobFit:
         self.is_named_by_user = bool(run)
         self.start = ""
         """Drawn where a fit begins at its first step; it differs between fits of the same name."""
+        self.checked_path = ""
+        """The checkpoint that a restart has chosen and compared with its checksums, until it is loaded."""
         self._has_warned = False
         self.take_name(f"run-{run}-fit{fit}" if run else f"{job or 'stopped'}-{program:08x}-fit{fit}")
 

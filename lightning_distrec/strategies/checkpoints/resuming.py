@@ -56,6 +56,7 @@ class Resuming:
         self._explain(newest, ckpt_path)
         # It may have been found in a dirpath alone: then the record does not have it yet.
         self.job.note_saving(newest.path)
+        self.job.checked_path = newest.path
         if ranks.rank == 0:
             self.job.reopen()
         return newest.path

@@ -191,8 +191,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
             ranks, last = self.session.consensus, resuming
             if not (run or job) and point is not None:
                 last = begin(ranks.all_gather(name_in_store(point, ranks.rank))[0])
-            path = self.session.checkpoints.checked_path = last.find(ckpt_path, ranks)
-            return path
+            return last.find(ckpt_path, ranks)
 
         return resume_from(trainer, find)
 
