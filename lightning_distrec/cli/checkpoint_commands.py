@@ -14,6 +14,7 @@ from lightning_distrec.checkpoint.tools.export_checkpoint import export
 from lightning_distrec.checkpoint.tools.merge import merge
 from lightning_distrec.cli.command_line import EXIT_ERROR, EXIT_OK, FOLDER_FORMATS, console, exit_on_sigterm
 from lightning_distrec.errors import ConfigError, require
+from lightning_distrec.units import format_bytes
 
 
 def run_checkpoint(options: Namespace) -> int:
@@ -71,4 +72,6 @@ def run_export(options: Namespace) -> int:
                 pickles=options.pickles,
                 on_progress=lambda written, total: progress.update(task, completed=written, total=total),
             )
+    if not is_folder:
+        print(f"Wrote {options.out}, {format_bytes(Path(options.out).stat().st_size)}.")
     return EXIT_OK

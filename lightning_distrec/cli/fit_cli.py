@@ -14,6 +14,7 @@ from jsonargparse import Namespace
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
@@ -24,7 +25,15 @@ from lightning_distrec.callbacks.prediction_writer import PredictionWriter
 from lightning_distrec.checkpoint.contents import read_contents
 from lightning_distrec.cli.lightning_cli import OneBlockParser
 from lightning_distrec.cli.parser_errors import one_sentence
-from lightning_distrec.errors import CheckpointError, ConfigError, MissingPackageError, did_you_mean, missing_package
+from lightning_distrec.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DistRecError,
+    MissingPackageError,
+    did_you_mean,
+    missing_package,
+)
 from lightning_distrec.strategy_names import STRATEGIES, short_name
 
 LOGGER_PACKAGES = {
@@ -180,6 +189,16 @@ def run_lightning(args: Sequence[str], options: PlainNamespace) -> None:
             with suppress(ImportError):
                 getattr(lightning_distrec, name)
     FitCLI(args, options)
+
+
+def complaint(error: Exception) -> Exception | None:
+    """Return the error to print without its traceback; None: a bug, or of the user's code."""
+    if isinstance(error, MisconfigurationException) and "`batch_size=...`" in str(error):
+        return DataError(
+            "Lightning replaces the sampler of a predict_dataloader, and cannot where batch_size has no name. Write "
+            "DataLoader(dataset, batch_size=16)."
+        )
+    return error if isinstance(error, (DistRecError, MisconfigurationException)) else None
 
 
 def leave_after_failure() -> None:

@@ -52,11 +52,12 @@ def _run_lightning(args: list[str]) -> int:
         return _complain(error)
     try:
         fit_cli.run_lightning(args, options)
-    except DistRecError as error:
-        if debug:
+    except Exception as error:
+        complaint = fit_cli.complaint(error)
+        if debug or complaint is None:
             raise
         fit_cli.leave_after_failure()
-        return _complain(error) if fit_cli.speaks(error) else EXIT_ERROR
+        return _complain(complaint) if fit_cli.speaks(error) else EXIT_ERROR
     return 0
 
 

@@ -60,6 +60,13 @@ def test_the_reference_has_the_arguments_of_a_callback(name):
         assert re.search(rf"\b{argument}\b", shown), argument
 
 
+def test_the_api_page_has_every_public_name_once():
+    names = re.findall(
+        r"^::: lightning_distrec\.(\w+)$", (DOCS / "reference" / "api.md").read_text("utf-8"), re.MULTILINE
+    )
+    assert sorted(names) == list(lightning_distrec.__all__)
+
+
 def test_the_reference_has_every_error():
     from lightning_distrec import errors
 

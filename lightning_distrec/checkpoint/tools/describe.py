@@ -8,7 +8,6 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.filesize import decimal
 from rich.table import Table as TextTable
 
 from lightning_distrec.checkpoint.contents import read_contents
@@ -18,7 +17,7 @@ from lightning_distrec.checkpoint.load import Loaded
 from lightning_distrec.checkpoint.save import PLAN_FILE
 from lightning_distrec.chunks import LazyTensor, num_bytes
 from lightning_distrec.errors import CheckpointError, MissingCheckpointError
-from lightning_distrec.units import format_ranks, quantity
+from lightning_distrec.units import format_bytes, format_ranks, quantity
 
 NUM_LISTED = 20
 """Tensors that are listed unless all are requested."""
@@ -142,7 +141,8 @@ def print_description(description: Description, console: Console, show_all: bool
     """Print the description. show_all: list all tensors, not only the largest."""
     state = "complete" if description.problem is None else "CANNOT BE LOADED"
     console.print(
-        f"{description.path}: {description.kind}, {state}, {decimal(description.bytes_on_disk)} on disk", soft_wrap=True
+        f"{description.path}: {description.kind}, {state}, {format_bytes(description.bytes_on_disk)} on disk",
+        soft_wrap=True,
     )
     if description.problem is not None:
         return
@@ -163,12 +163,12 @@ def print_description(description: Description, console: Console, show_all: bool
     listed = description.tensors if show_all else description.tensors[:NUM_LISTED]
     console.print(_table(listed, with_plan=any(tensor.sharding_type for tensor in listed)))
     if unlisted := description.tensors[len(listed) :]:
-        size = decimal(sum(tensor.num_bytes for tensor in unlisted))
+        size = format_bytes(sum(tensor.num_bytes for tensor in unlisted))
         console.print(f"and {quantity(len(unlisted), 'smaller tensor')}, {size} in all; --all lists them")
     for number, state_of in enumerate(description.optimizers):
         optimizer = f", {state_of.optimizer}" if state_of.optimizer else ""
         tensors = quantity(state_of.num_tensors, "tensor")
-        console.print(f"optimizer {number}{optimizer}: {tensors}, {decimal(state_of.num_bytes)}", soft_wrap=True)
+        console.print(f"optimizer {number}{optimizer}: {tensors}, {format_bytes(state_of.num_bytes)}", soft_wrap=True)
 
 
 def _table(tensors: Sequence[Tensor], with_plan: bool) -> TextTable:
@@ -181,5 +181,5 @@ def _table(tensors: Sequence[Tensor], with_plan: bool) -> TextTable:
     for tensor in tensors:
         shape = " x ".join(f"{size:,}" for size in tensor.shape) or "scalar"
         plan = (tensor.sharding_type or "", tensor.kernel or "", format_ranks(tensor.ranks or [])) if with_plan else ()
-        text.add_row(tensor.name, shape, tensor.dtype, decimal(tensor.num_bytes), *plan)
+        text.add_row(tensor.name, shape, tensor.dtype, format_bytes(tensor.num_bytes), *plan)
     return text

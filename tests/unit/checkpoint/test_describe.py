@@ -107,7 +107,7 @@ def test_people_read_the_largest_first_and_how_many_more_there_are(tmp_path: Pat
     text = _text(lambda console: print_description(actual, console, show_all=False))
     first, *lines = text.splitlines()
     assert first.startswith(f"{tmp_path}/a.ckpt: checkpoint of lightning_distrec, complete, ")
-    assert first.endswith("kB on disk")
+    assert first.endswith("KiB on disk")
     assert lines[:4] == [
         "epoch      2",
         "step       30",
@@ -115,13 +115,13 @@ def test_people_read_the_largest_first_and_how_many_more_there_are(tmp_path: Pat
         "with       torch 2.13.0, lightning 2.6.0",
     ]
     rows = [" ".join(line.split()) for line in lines[6:]]
-    assert rows[1] == "ebc.embedding_bags.users.weight 300 x 16 float32 19.2 kB row_wise fused 0-2"
-    assert rows[2] == "films.weight 400 x 8 float32 12.8 kB table_wise dense 1"
-    assert rows[4] == "layer 29 39 float32 156 bytes"
+    assert rows[1] == "ebc.embedding_bags.users.weight 300 x 16 float32 18.8 KiB row_wise fused 0-2"
+    assert rows[2] == "films.weight 400 x 8 float32 12.5 KiB table_wise dense 1"
+    assert rows[4] == "layer 29 39 float32 156 B"
     assert len(rows) == 22
     assert lines[-2:] == [
         "and 16 smaller tensors, 946 bytes in all; --all lists them",
-        "optimizer 0, torch.optim.adagrad.Adagrad: 2 tensors, 3.8 kB",
+        "optimizer 0, torch.optim.adagrad.Adagrad: 2 tensors, 3.8 KiB",
     ]
     full_text = _text(lambda console: print_description(actual, console, show_all=True))
     assert all(name in full_text for name in state)

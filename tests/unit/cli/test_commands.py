@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -141,12 +142,14 @@ def test_a_second_fit_in_the_same_folder_replaces_its_config(tmp_path: Path) -> 
 
 def test_export_replaces_a_file_only_with_overwrite(run: Run) -> None:
     _folder("a.ckpt")
-    assert run("export", "a.ckpt", "out.pt") == (0, "", "")
+    code, text, error = run("export", "a.ckpt", "out.pt")
+    assert (code, error) == (0, "")
+    assert re.fullmatch(r"Wrote out\.pt, [\d.]+ KiB\.\n", text)
     assert torch.load("out.pt", weights_only=True)["films.weight"].sum() == 4800
     code, out, error = run("export", _folder("b.ckpt", 2.0), "out.pt")
     assert (code, out) == (2, "")
     assert error == ("lightning-distrec: out.pt exists already. Choose another name, or replace it with --overwrite.\n")
-    assert run("export", "b.ckpt", "out.pt", "--overwrite") == (0, "", "")
+    assert run("export", "b.ckpt", "out.pt", "--overwrite")[0] == 0
     assert torch.load("out.pt", weights_only=True)["films.weight"].sum() == 9600
 
 

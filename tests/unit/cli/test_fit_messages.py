@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from lightning_distrec.cli import fit_cli, main
 from lightning_distrec.cli.preflight import checked_arguments, trainer_arguments
@@ -198,7 +197,11 @@ def test_predictions_are_one_file_in_the_order_of_the_data(run: Run) -> None:
     code, error = run("predict", "--config", "job.yaml", "--out", "predictions.parquet", "--columns", "clik")
     assert code == 2
     assert "columns='clik': there is no 'clik' in a dict of id, click; did you mean 'click'?" in error
-    assert torch.is_grad_enabled()
+    Path("clicks_job.py").write_text(MODULE.replace("batch_size=4", "4"))
+    sys.modules.pop("clicks_job")
+    code, error = run("predict", "--config", "job.yaml", "--out", "predictions.parquet")
+    assert code == 2
+    assert "cannot where batch_size has no name. Write DataLoader(dataset, batch_size=16)." in error
 
 
 @pytest.mark.slow
