@@ -9,7 +9,12 @@ from lightning_distrec.versions import markdown_table
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("**/*.md")), *sorted(ROOT.glob("recipes/**/*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted(DOCS.glob("**/*.md")),
+    *sorted(ROOT.glob("recipes/**/*.md")),
+]
 
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)

@@ -120,7 +120,7 @@ def test_people_read_the_largest_first_and_how_many_more_there_are(tmp_path: Pat
     assert rows[4] == "layer 29 39 float32 156 B"
     assert len(rows) == 22
     assert lines[-2:] == [
-        "and 16 smaller tensors, 946 bytes in all; --all lists them",
+        "and 16 smaller tensors, 946 B in all; --all lists them",
         "optimizer 0, torch.optim.adagrad.Adagrad: 2 tensors, 3.8 KiB",
     ]
     full_text = _text(lambda console: print_description(actual, console, show_all=True))
