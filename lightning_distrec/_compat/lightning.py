@@ -1,5 +1,6 @@
 """Private names of lightning: loops, connectors and hooks that have no public interface."""
 
+import inspect
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,6 +20,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.optim import Optimizer
 
 from lightning_distrec._compat.patches import Patches
@@ -50,6 +52,18 @@ They call its `to`, `parameters` and `state_dict`.
 
 unscales_in_step = _optimizer_handles_unscaling
 """Returns whether an optimizer unscales gradients inside of `step`, as torch's fused ones do."""
+
+
+_ONLY_ON_RANK_ZERO = rank_zero_only(print).__code__
+
+
+def is_for_rank_zero() -> bool:
+    """Return whether this code runs inside of a function that `rank_zero_only` decorates, as loggers' are."""
+    # Source: lightning_utilities/core/rank_zero.py, whose wrapper leaves no other trace.
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not _ONLY_ON_RANK_ZERO:
+        frame = frame.f_back
+    return frame is not None
 
 
 def call_after_closure(plugin: Any, call: Callable[[], None]) -> Patches:

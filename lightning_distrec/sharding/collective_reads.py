@@ -1,68 +1,23 @@
-"""What is read of a sharded table over all ranks: sums, norms and the L2 term in a step, and gathered full weights."""
+"""What is read of sharded tables over all ranks: gathered full weights, and the L2 term of a loss."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 
+from lightning_distrec._compat.tensors import storage_key
 from lightning_distrec.errors import ShardingError
-from lightning_distrec.sharding.shard_access import GuardedTable, ShardPlace, SharedState, without_guard, write_back
+from lightning_distrec.sharding.reductions import mean_gradient
+from lightning_distrec.sharding.shard_access import GuardedTable, SharedState, rewriting, without_guard, write_back
+from lightning_distrec.sharding.shard_elements import first_of, is_guarded, is_in_place
 
-SUMS = frozenset({"sum", "mean", "norm", "vector_norm", "linalg_vector_norm", "linalg_norm", "frobenius_norm"})
-INPUTS, ORDERS = ("input", "self", "x"), ("p", "ord")
 Rectangle = tuple[int, int, int, int]
 """First row, first column, number of rows, number of columns."""
-
-
-def is_sum_in_step(place: ShardPlace, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether this is a sum or norm over all elements that every rank computes now."""
-    options = {key for key, value in kwargs.items() if value not in (None, False)} - {*INPUTS, *ORDERS, "dtype"}
-    is_single_weight = place.table.has_single_shards and place.kind == "weight"
-    # Only in the user's step, which every rank runs: elsewhere one rank may ask alone, and would wait for the others.
-    return place.table.state.in_step and is_single_weight and not options and len(args) <= 2
-
-
-def sum_over_ranks(name: str, args: Any, kwargs: dict[str, Any]) -> Tensor:
-    """Collective. Return the sum, mean or norm over all elements of a table, (), the same on every rank."""
-    values = args[0] if args else next(kwargs[key] for key in INPUTS if key in kwargs)
-    order = next((kwargs[key] for key in ORDERS if kwargs.get(key) is not None), args[1] if args[1:] else None)
-    place: ShardPlace = values.place
-    with without_guard():
-        values = values.as_subclass(Tensor)
-        if kwargs.get("dtype") is not None:
-            values = values.to(kwargs["dtype"])
-        if name in ("sum", "mean"):
-            if order is not None:
-                raise place.refusal(f"{name} over some dims")
-            total: Tensor = _Sum.apply(values, place.table)
-            return total if name == "sum" else total / (place.table.shape[0] * place.table.shape[1])
-        power = 2.0 if order in (None, "fro") else order
-        if not isinstance(power, (int, float)) or not 0 < power < float("inf"):
-            raise place.refusal(f"the norm of order {order}")
-        total = _Sum.apply(values.square() if power == 2.0 else values.abs().pow(power), place.table)
-        # The gradient of a norm that is 0 is 0, as torch has it.
-        return torch.where(total > 0, total, 1.0).pow(1.0 / power) * (total > 0)
-
-
-class _Sum(torch.autograd.Function):
-    """Returns the sum over the elements of all shards; the gradients are those of this rank's elements."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, table: GuardedTable) -> Tensor:
-        ctx.shape, ctx.table = values.shape, table
-        # In float64, so that the result hardly depends on how the table is sharded.
-        total = values.sum(dtype=torch.float64)
-        dist.all_reduce(total, group=table.state.group)
-        return total.to(values.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        # Ranks with unequal batches weight their losses, and the mean of all weights is 1; a shard has one rank's term.
-        return (gradient / ctx.table.state.loss_weight).expand(ctx.shape), None
 
 
 class Gathering:
@@ -75,13 +30,13 @@ class Gathering:
 
     def full(self, values: Any) -> Tensor:
         """Collective, but for a second read in a step. Return the full table of which `values` is a shard."""
-        table: GuardedTable = values.place.table
-        is_weight = any(values is weight for weight in table.weights)
-        # The grad mode too: what was gathered under no_grad has no graph, and a loss may read it next.
-        key = (self.state.num_changes, torch.is_grad_enabled())
+        table, is_weight = values.place.table, not values.place.is_computed
+        # With the graph or without: what was gathered under no_grad has none, and a loss may read it next.
+        has_graph = torch.is_grad_enabled() and values.requires_grad
+        key = (self.state.num_changes, has_graph)
         if is_weight and self._last is not None and self._last[0] == key:
             return self._last[1]
-        with without_guard():
+        with without_guard(), torch.set_grad_enabled(has_graph):
             if not is_weight and not table.has_single_shards:
                 raise values.place.refusal("after an operation, on a table with several shards on a rank")
             # By row and column, as `rectangles` are: ranks send values only, and know each other's order.
@@ -108,12 +63,15 @@ class _Gather(torch.autograd.Function):
             for index, shard in _shards(values, rectangles):
                 full[index] = shard
         ctx.dtype = full.dtype
+        # Several reads of a step share it, and backward refuses what was written to in place, as to a leaf's view.
+        ctx.save_for_backward(full)
         return full
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         gathering, num_ranks = ctx.gathering, len(ctx.gathering.rectangles)
+        _ = ctx.saved_tensors  # raises where they have changed
         gathering.state.num_changes += 1  # the graph is freed; a second backward in the step needs another
         gradients = gradient.new_zeros(num_ranks * gathering.num_elements, dtype=ctx.dtype)
         for values, rectangles in zip(gradients.chunk(num_ranks), gathering.rectangles, strict=True):
@@ -133,6 +91,84 @@ def _shards(values: Tensor, rectangles: list[Rectangle]) -> Iterator[tuple[tuple
         index = slice(row, row + rows), slice(column, column + columns)
         yield index, values[begin : begin + rows * columns].view(rows, columns)
         begin += rows * columns
+
+
+def call_on_full(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Collective. Call a function of torch with gathered weights in the places of shards.
+
+    What is written in place to a weight, or to a view of it that was returned, is written to the shards.
+    """
+    target, fulls = first_of(args), dict[int, Tensor]()
+    if is_guarded(target) and (is_in_place(func.__name__) or func.__name__ == "__setitem__"):
+        table: GuardedTable = target.place.table
+        if target.place.is_computed:
+            raise target.place.refusal(f"{func.__name__} on what was computed of it")
+        with without_guard():
+            # torch's own error, as below for what is read with a graph.
+            if target.requires_grad and target.is_leaf and torch.is_grad_enabled():
+                raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+        args, kwargs = apply_to_collection([args, kwargs], Tensor, _gathered, fulls)
+        result = func(*args, **kwargs)
+        write_shards(fulls[id(target)], table)
+        return None if result is None else target
+    args, kwargs = apply_to_collection([args, kwargs], Tensor, _gathered, fulls)
+    result = func(*args, **kwargs)
+    if id(target) in fulls and not target.place.is_computed:
+        return _view(result, fulls[id(target)], target.place.table)
+    return result
+
+
+def _gathered(value: Any, fulls: dict[int, Tensor]) -> Tensor:
+    """Return the full table in the place of a shard, and other tensors as they are. fulls: id of a shard -> table."""
+    if not is_guarded(value):
+        return value  # type: ignore[no-any-return]
+    table: GuardedTable = value.place.table
+    if table.gathering is None or value.place.kind != "weight":
+        raise value.place.refusal("together with a gathered weight")
+    if id(value) not in fulls:
+        fulls[id(value)] = table.gathering.full(value)
+    return fulls[id(value)]
+
+
+def write_shards(full: Tensor, table: GuardedTable) -> None:
+    """Copy to this rank's shards what user code has written to the full table."""
+    with without_guard(), torch.no_grad(), rewriting():
+        for weight in table.weights:
+            weight.copy_(weight.place.narrow(full))
+    table.weights[0].place.note_write()
+    table.state.num_changes += 1
+
+
+class FullView(Tensor):
+    """A view of a gathered weight without a graph. What is written to it in place is written to the shards."""
+
+    full: Tensor
+    table: GuardedTable
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, view = func.__name__, first_of(args)
+        if name in ("__reduce_ex__", "__deepcopy__") and isinstance(view, FullView):
+            return func(view.as_subclass(Tensor), *args[1:], **(kwargs or {}))
+        with without_guard():
+            result = func(*args, **(kwargs or {}))
+        if not isinstance(view, FullView):
+            return result
+        if is_in_place(name) or name == "__setitem__":
+            write_shards(view.full, view.table)
+            return result
+        return _view(result, view.full, view.table)
+
+
+def _view(result: Any, full: Tensor, table: GuardedTable) -> Any:
+    """Return what was read of a full table; as a FullView where it shares its memory."""
+    if not isinstance(result, Tensor) or isinstance(result, FullView) or result.layout != torch.strided:
+        return result
+    if result.requires_grad or storage_key(result) != storage_key(full):
+        return result
+    view = result.as_subclass(FullView)
+    view.full, view.table = full, table
+    return view
 
 
 def sharded_l2(module: nn.Module) -> Tensor:
@@ -183,8 +219,7 @@ class _SumOfSquares(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        # Ranks with unequal batches weight their losses, and the mean of all weights is 1; a shard has one rank's term.
-        factor = 2.0 * gradient / ctx.table.state.loss_weight
+        factor = 2.0 * mean_gradient(gradient, ctx.table.state)
         weights: tuple[Tensor, ...] = ctx.saved_tensors
         needed = ctx.needs_input_grad[1:]
         return None, *[

@@ -5,14 +5,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from lightning_distrec._compat.torch import without_torch_function
+from lightning_distrec._compat.lightning import is_for_rank_zero
+from lightning_distrec._compat.torch import in_backward, without_torch_function
 from lightning_distrec.errors import ShardedWeightError
+from lightning_distrec.ranks import Ranks
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,8 +45,10 @@ class SharedState:
     """Process group of the ranks that have the shards; None: the default one."""
     in_step: bool = False
     """Whether all ranks run the user's step, so that what it sums may be summed over them."""
-    loss_weight: float = 1.0
-    """What this rank's loss is multiplied by in the current backward, for its share of the examples."""
+    ranks: Ranks | None = None
+    """All ranks, while a run goes on: its hooks are called on each of them."""
+    reached: set[str] = field(default_factory=set)
+    """Tables of which other ranks have gradients, and this one has no rows."""
     num_changes: int = 0
     """How often weights may have changed: what was gathered before is gathered again when it is read next."""
     writes: Counter[str] = field(default_factory=Counter)
@@ -54,6 +59,39 @@ class SharedState:
 
     def __exit__(self, *_: object) -> None:
         self.in_step = False
+
+    @property
+    def members(self) -> list[int]:
+        """The ranks that have the shards."""
+        return dist.get_process_group_ranks(self.group or dist.group.WORLD)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many they are."""
+        return dist.get_world_size(self.group)
+
+    def reaches_all_ranks(self) -> bool:
+        """Whether all ranks run this code: a step, or a hook of the run that is not for rank 0 alone."""
+        return self.in_step or in_backward() or self.ranks is not None and not is_for_rank_zero()
+
+    def all_reduce(self, values: Tensor, operation: Literal["sum", "max"], description: str) -> Tensor:
+        """Collective. Return `values` reduced over the ranks, and perhaps in place.
+
+        Raises ShardedWeightError on every rank: outside of a step, ranks read other things.
+        """
+        if self.in_step or in_backward() or self.ranks is None:
+            reduction = dist.ReduceOp.SUM if operation == "sum" else dist.ReduceOp.MAX
+            dist.all_reduce(values, reduction, group=self.group)
+            return values
+        # In a hook one rank may read alone, in code for one rank: this exchange compares what is read.
+        gathered: list[Any] = self.ranks.all_gather((description, values.cpu()))
+        if any(not isinstance(part, tuple) or part[0] != description for part in gathered):
+            raise ShardedWeightError(
+                f"rank {self.ranks.rank} reads {description} here, and another rank something else. What is read of a "
+                "sharded table takes all ranks: read it on every rank, in the same order."
+            )
+        stacked = torch.stack([gathered[rank][1] for rank in self.members])
+        return (stacked.sum(0) if operation == "sum" else stacked.amax(0)).to(values.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +120,8 @@ class ShardPlace:
     num_columns: int
     kind: str = "weight"
     """Whose values they are: the weight's or its gradient's."""
+    is_computed: bool = False
+    """Whether they were computed from those, and are not they themselves."""
 
     @property
     def key(self) -> tuple[str, int, int]:

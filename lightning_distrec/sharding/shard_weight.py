@@ -1,10 +1,11 @@
 """The parameters that a module shows of a sharded table: this rank's shard, guarded against being taken for the table.
 
-User code sees the table's shape. Elementwise operations (averages, clamps, decay) are exact on shards and run on them.
-Sums and norms in a step run over all ranks (collective_reads.py). Random draws, also in torch.nn.init, run for the full
-table on every rank, which keeps its shard: rows of ranks differ, and generators have drawn what they draw in one
-process. Everything else that needs values is refused, naming the table. Optimizers, torchrec and our own code work on
-the shards as they are.
+User code sees the table's shape. Elementwise operations (averages, clamps, decay) are exact on shards and run on them
+(shard_elements.py). Sums, norms and extremes run over all ranks (reductions.py). Random draws, also in torch.nn.init,
+run for the full table on every rank, which keeps its shard: rows of ranks differ, and generators have drawn what they
+draw in one process. What a step computes of a table with gathered_weight=True is computed of the full table, as in one
+process (collective_reads.py). Everything else that needs values is refused, naming the table. Optimizers, torchrec and
+our own code work on the shards as they are.
 """
 
 import inspect
@@ -21,47 +22,39 @@ from torch.optim import Optimizer
 from lightning_distrec._compat.torch import use_foreach_for
 from lightning_distrec.errors import ShardedWeightError
 from lightning_distrec.host_memory import free_host_bytes
-from lightning_distrec.sharding.collective_reads import SUMS, is_sum_in_step, sum_over_ranks
+from lightning_distrec.sharding.collective_reads import call_on_full
+from lightning_distrec.sharding.reductions import is_reduction, reduce_over_ranks
 from lightning_distrec.sharding.shard_access import GuardedTable, ShardPlace, rewriting, without_guard, write_back
+from lightning_distrec.sharding.shard_elements import (
+    compute,
+    first_of,
+    is_elementwise,
+    is_guarded,
+    is_in_place,
+    tensors_in,
+    words,
+    write_rows,
+)
 from lightning_distrec.units import format_bytes
 
 INIT = "torch.nn.init"
 OWN = ("lightning_distrec.", "torchrec.", "fbgemm_gpu.")
 OWN_OF_TORCH = ("torch.optim", "torch.amp", "torch.cuda.amp", "torch.distributed", "torch.nn.parallel", "torch._dynamo")
-VALUES = frozenset({"data", "grad", "T", "mT", "H", "mH", "real", "imag", "data ="})
+VALUES = frozenset({"data", "grad", "T", "mT", "H", "mH", "real", "imag", "data =", "grad ="})
 """Attributes with values; the others describe a tensor."""
 SHAPES = frozenset({"shape", "ndim", "size", "dim", "ndimension", "numel", "nelement", "nbytes", "__len__"})
 
 
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-DESCRIBES = _words("""
+DESCRIBES = words("""
     __hash__ __repr__ __format__ stride storage_offset is_contiguous is_floating_point is_complex element_size data_ptr
     untyped_storage get_device requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook type
     share_memory_ __deepcopy__ new_tensor is_pinned _has_compatible_shallow_copy_type backward
 """)
 """Methods that read no values, or that copy and print all that this rank has."""
-DRAWS = _words("normal_ uniform_ random_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_")
-DRAWS_LIKE = _words("randn_like rand_like randint_like")
-FUNCTIONS = _words("""
-    abs add addcdiv addcmul bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp clamp_max clamp_min clip clone
-    contiguous copy copysign div divide detach erf erfinv eq exp expm1 fill float floor floor_divide fmod full_like ge
-    gt half bfloat16 double isfinite isinf isnan le lerp log log1p log2 log10 logical_and logical_not logical_or
-    logical_xor lt maximum minimum mul multiply nan_to_num ne neg negative ones_like pow positive reciprocal relu
-    remainder round rsqrt sgn sigmoid sign sqrt square sub subtract tanh to true_divide trunc type_as where zero
-    zeros_like empty_like cpu cuda coalesce masked_fill softplus hardtanh threshold
-""")
-OPERATORS = _words("""
-    abs add and div eq floordiv ge gt invert le lt mod mul ne neg or pos pow radd rdiv rmod rmul rpow rsub rtruediv sub
-    truediv xor
-""")
-IN_PLACE_OPERATORS = frozenset(f"__i{name}__" for name in OPERATORS)
-ELEMENTWISE = (
-    FUNCTIONS | {f"{name}_" for name in FUNCTIONS} | {f"__{name}__" for name in OPERATORS} | IN_PLACE_OPERATORS
-)
-"""Operations of torch and of Tensor that treat every element alone, so that they are exact on a shard."""
+DRAWS = words("normal_ uniform_ random_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_")
+DRAWS_LIKE = words("randn_like rand_like randint_like")
+ALIASES = frozenset({"detach"})
+"""Operations whose result is the weight itself, which user code may write to."""
 READ_GRADIENT: Any = Tensor.grad.__get__  # type: ignore[union-attr]
 
 
@@ -70,25 +63,28 @@ def _guarded(_: type, func: Callable[..., Any], types: Any, args: Any = (), kwar
     # `==`, not `is`: each read of `Tensor.grad.__get__` makes another method wrapper.
     if func == READ_GRADIENT:  # zero_grad asks each weight at each step, and most have none
         with without_guard():
-            if args[0].grad is None:
+            if args[0].grad is None and not args[0].place.table.state.reached:
                 return None
     name, is_attribute = func.__name__, False
     if name in ("__get__", "__set__", "__delete__"):
         is_attribute = True
         attribute = func.__self__.__name__  # type: ignore[attr-defined]
-        name = attribute if name == "__get__" else "data =" if attribute == "data" else "setting another"
+        name = attribute if name == "__get__" else f"{attribute} =" if attribute in ("data", "grad") else "setting"
     # By the code that calls: a read of the shard is right in an optimizer, and wrong in the user's step.
     reads_values = name in VALUES | SHAPES if is_attribute else name not in DESCRIBES
     if not reads_values or is_called_by_us(inspect.currentframe()):
         with without_guard():
             return func(*args, **kwargs)
     if name in SHAPES:
-        return func(_first(args).place.meta(), *args[1:], **kwargs)
-    if _is_in_place(name):
+        return func(first_of(args).place.meta(), *args[1:], **kwargs)
+    if is_attribute:
+        write_back()
+        return _attribute(func, name, args)
+    if is_in_place(name) or name == "__setitem__":
         with rewriting():
-            return _in_user_code(func, name, is_attribute, args, kwargs)
+            return _in_user_code(func, name, args, kwargs)
     write_back()
-    return _in_user_code(func, name, is_attribute, args, kwargs)
+    return _in_user_code(func, name, args, kwargs)
 
 
 class ShardValues(Tensor):
@@ -143,58 +139,112 @@ def _is_in_optimizer(frame: FrameType | None) -> bool:
     return False
 
 
-def _in_user_code(func: Callable[..., Any], name: str, is_attribute: bool, args: Any, kwargs: dict[str, Any]) -> Any:
+def _attribute(func: Callable[..., Any], name: str, args: Any) -> Any:
+    shard, place = args[0], args[0].place
+    if name in ("data =", "grad ="):
+        with rewriting():
+            return _assign(shard, name, *args[1:])
+    if name in ("data", "grad"):
+        with without_guard():
+            value = func(shard)
+            if value is None and place.table.name in place.table.state.reached and isinstance(shard, ShardWeight):
+                value = torch.zeros_like(shard.detach())  # without rows; others have some
+            return _wrap(value, place if name == "data" else replace(place, kind="gradient"))
+    return _on_full(func, name, args, {}, place)
+
+
+def _assign(shard: Any, name: str, value: Any = None) -> None:
+    """Set the shard's data or gradient to values of a shard, or to its part of a full tensor."""
+    place: ShardPlace = shard.place
+    with without_guard():
+        if name == "grad =":
+            place.table.state.reached.discard(place.table.name)
+            gradient = None if value is None else _part(value, place, "grad =")
+            # Plain, as the optimizers take gradients.
+            shard.grad = gradient if gradient is None or gradient.is_sparse else gradient.as_subclass(Tensor)
+        # A module that is moved to the device where it is.
+        elif shard.data_ptr() != value.data_ptr() or shard.dtype != value.dtype or shard.shape != value.shape:
+            if shard.dtype != value.dtype or shard.device != value.device:
+                raise place.refusal("data =")
+            _note_write(place)
+            shard.detach().copy_(_part(value, place, "data ="))
+
+
+def _part(value: Any, place: ShardPlace, name: str) -> Tensor:
+    if hasattr(value, "place"):
+        if value.place.key == place.key:
+            return value  # type: ignore[no-any-return]
+    elif value.shape == place.table.shape:
+        return place.narrow(value).clone()
+    raise place.refusal(f"{name} a tensor of shape {tuple(value.shape)}")
+
+
+def _note_write(place: ShardPlace) -> None:
+    place.note_write()
+    # A full weight that was gathered before is stale from here on.
+    place.table.state.num_changes += 1
+
+
+def _in_user_code(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     shard = _shards_in([args, kwargs])[0]
     place: ShardPlace = shard.place
-    if is_attribute:
-        if name == "data =":
-            target, value = args
-            with without_guard():  # a module that is moved to the device where it is
-                if target.data_ptr() == value.data_ptr() and target.dtype == value.dtype:
-                    return None
-            raise place.refusal(name)
-        if name in ("data", "grad"):
-            with without_guard():
-                return _wrap(func(*args), place if name == "data" else replace(place, kind="gradient"))
-    elif name == "__reduce_ex__":
+    if name == "__reduce_ex__":
         raise place.refusal("to pickle it, which full_parameter and full_state_dict() are for")
-    elif getattr(func, "__module__", "") == INIT:  # normal_, constant_ and others hand themselves over
+    if getattr(func, "__module__", "") == INIT:  # normal_, constant_ and others hand themselves over
         full = _full_like(shard)
         func(**kwargs | {"tensor": full})
         with torch.no_grad():
             return _fill(shard, full)
-    elif name in DRAWS and shard is args[0]:
+    if name in DRAWS and shard is args[0]:
         if place.kind != "weight":
             raise place.refusal(name)
         full = _full_like(shard)
         func(full, *args[1:], **kwargs)
         return _fill(shard, full)
-    elif name in DRAWS_LIKE:
+    if name in DRAWS_LIKE:
         if not place.table.has_single_shards:
             raise place.refusal(name)
-        return _wrap(place.narrow(func(_full_like(args[0]), *args[1:], **kwargs)), place)
-    elif name in SUMS and is_sum_in_step(place, args, kwargs):
-        return sum_over_ranks(name, args, kwargs)
-    elif name == "equal":  # Lightning looks a parameter up in param groups so; shards of two tables may be alike
+        return _wrap(place.narrow(func(_full_like(args[0]), *args[1:], **kwargs)), place, is_computed=True)
+    if name == "equal":  # Lightning looks a parameter up in param groups so; shards of two tables may be alike
         return _same_place(*args)
-    elif name.removeprefix("_foreach_") in ELEMENTWISE:
-        if _is_in_place(name):
-            place.note_write()
-            # A full weight that was gathered before is stale from here on.
-            place.table.state.num_changes += 1
-            if not isinstance(_first(args), (ShardValues, ShardWeight)):
-                raise place.refusal(f"{name} into a tensor that is none of its shards")
+    if is_reduction(place, name, args, kwargs) and place.table.state.reaches_all_ranks():
+        return reduce_over_ranks(name, args, kwargs)
+    if is_elementwise(name, args) and not _takes_full(name, args, kwargs, place):
+        return _on_elements(func, name, args, kwargs, place)
+    if name == "__setitem__" and place.table.gathering is None:
+        _note_write(place)
         with without_guard():
-            args, kwargs = apply_to_collection([args, kwargs], Tensor, _local, place)
-            return _wrap(func(*args, **kwargs), place)
+            return write_rows(*args)
+    return _on_full(func, name, args, kwargs, place)
+
+
+def _on_elements(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any], place: ShardPlace) -> Any:
+    if is_in_place(name):
+        _note_write(place)
+        if not is_guarded(first_of(args)):
+            raise place.refusal(f"{name} into a tensor that is none of its shards")
+    with without_guard():
+        return _wrap(compute(func, args, kwargs, place), place, is_computed=name not in ALIASES)
+
+
+def _takes_full(name: str, args: Any, kwargs: dict[str, Any], place: ShardPlace) -> bool:
+    """Whether an operation takes the full weight although it is exact on shards: where ranks may mix it with their own.
+
+    A step may mix the result with what is different on every rank, as its batch, so that shards of it fit no more.
+    """
+    if place.table.gathering is None or place.kind != "weight" or name in ALIASES:
+        return False
+    if is_in_place(name):
+        return not is_guarded(first_of(args))
+    if place.table.state.in_step:
+        return True
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in([args, kwargs]))
+
+
+def _on_full(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any], place: ShardPlace) -> Any:
     if place.table.gathering is None or place.kind != "weight":
         raise place.refusal(name)
-    args, kwargs = apply_to_collection([args, kwargs], Tensor, _gathered)
-    return func(*args, **kwargs)
-
-
-def _is_in_place(name: str) -> bool:
-    return name.endswith("_") and not name.endswith("__") or name in IN_PLACE_OPERATORS
+    return call_on_full(func, args, kwargs)
 
 
 def _same_place(*tensors: Any) -> bool:
@@ -205,12 +255,6 @@ def _same_place(*tensors: Any) -> bool:
         return torch.equal(*tensors)
 
 
-def _first(args: Any) -> Any:
-    while isinstance(args, (list, tuple)):
-        args = args[0]
-    return args
-
-
 def _shards_in(value: Any) -> list[Any]:
     if isinstance(value, (ShardValues, ShardWeight)):
         return [value]
@@ -218,33 +262,10 @@ def _shards_in(value: Any) -> list[Any]:
     return [shard for part in parts for shard in _shards_in(part)]
 
 
-def _gathered(value: Any) -> Tensor:
-    """Return the full table in the place of a shard, and other tensors as they are."""
-    if not isinstance(value, (ShardValues, ShardWeight)):
-        return value
-    table: GuardedTable = value.place.table
-    if table.gathering is None or value.place.kind != "weight":
-        raise value.place.refusal("together with a gathered weight")
-    return table.gathering.full(value)  # type: ignore[no-any-return]
-
-
-def _local(value: Tensor, place: ShardPlace) -> Tensor:
-    """Return the part at `place` of a tensor that fits the table; one of one element as it is."""
-    if isinstance(value, (ShardValues, ShardWeight)):
-        if value.place.key != place.key:
-            raise place.refusal(f"an operation with '{value.place.table.name}'")
-        return value
-    if value.numel() == 1:
-        return value
-    try:
-        # Each element of the shard meets the element that it would meet in the full table.
-        return place.narrow(torch.broadcast_to(value, place.table.shape))
-    except RuntimeError:
-        raise place.refusal(f"an operation with a tensor of shape {tuple(value.shape)}") from None
-
-
-def _wrap(result: Any, place: ShardPlace) -> Any:
+def _wrap(result: Any, place: ShardPlace, is_computed: bool = False) -> Any:
     """Return values that were computed element by element as guarded ones."""
+    if is_computed and not place.is_computed:
+        place = replace(place, is_computed=True)
 
     def wrap(value: Any) -> Any:
         if isinstance(value, (ShardWeight, ShardValues)):

@@ -1,5 +1,6 @@
 """What comes back from torchrec, made into what the unsharded collection returns: keys, column order, types, means."""
 
+from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -30,7 +31,7 @@ class LookupOutputs:
         self._tables = dict(zip(self.names, table_names, strict=True))
         self._summed_means = setup.summed_means
         self._replicated = setup.features_of_outputs(lambda table: setup.uses[table.name].is_replicated)
-        self._output_dtype = setup.output_dtype
+        self._output_dtype, self._note_gradients = setup.output_dtype, setup.note_gradients
         self._weights = {name: use.weight for name, use in setup.uses.items()}
 
     @without_guards
@@ -46,7 +47,7 @@ class LookupOutputs:
         for name, rows in jagged.items():
             if rows.values().requires_grad:
                 # Called before the kernel's backward, which reads `used`: gradients reach outputs first.
-                rows.values().register_hook(partial(_add, used, self._tables[name]))
+                rows.values().register_hook(partial(_add, used, self._note_gradients, self._tables[name]))
 
     def jagged(self, rows: dict[str, JaggedTensor], frozen: set[str]) -> dict[str, JaggedTensor]:
         """Return `rows` in the unsharded order; no gradient flows back into frozen outputs."""
@@ -112,9 +113,11 @@ def _with_values(jagged: JaggedTensor, values: Tensor) -> JaggedTensor:
     return JaggedTensor(values=values, lengths=jagged.lengths(), weights=jagged.weights_or_none())
 
 
-def _add(used: set[str], table: str, gradient: Tensor | None) -> None:
+def _add(used: set[str], note_gradients: Callable[[str], None] | None, table: str, gradient: Tensor | None) -> None:
     if gradient is not None:  # torch calls the hooks of all outputs of a split when any of them gets a gradient
         used.add(table)
+        if note_gradients is not None:
+            note_gradients(table)
 
 
 class _ZeroGradient(torch.autograd.Function):

@@ -66,6 +66,9 @@ class LookupSetup:
     note_used_tables: Callable[[set[str] | None], None] | None = None
     """Called before a lookup of an EmbeddingCollection with the set that its backward fills with the names of the
     tables that get gradients."""
+    note_gradients: Callable[[str | None], None] | None = None
+    """Called in backward for a table, or None for all tables of a collection of bags, that gets gradients; None: nothing
+    asks for it, because this rank has rows of all tables."""
     groups: ShardingGroups | None = None
     """The ranks among which ids are exchanged; they are agreed on among all. None: all ranks."""
     mapped: MappedIds | None = None

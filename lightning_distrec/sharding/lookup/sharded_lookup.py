@@ -258,6 +258,9 @@ class PendingRows:
         """Return the rows that `exchange` brings, at the place of this lookup in backward."""
         self._exchange = exchange
         self._hooks = self._lookup.second_gradients.hooks(self._lookup.update_watch)
+        note_gradients = self._lookup.setup.note_gradients
+        if note_gradients is not None and self._lookup.setup.pooled:
+            self._hooks.append(lambda _: note_gradients(None))
         self._order = BackwardOrder()
         self._output = LazyOutput(self._wait)
         return self._output

@@ -35,11 +35,6 @@ class LossWeight:
         """Whether the ranks' numbers of examples matter."""
         return self._reduction == "mean" and self._ranks.num_ranks > 1
 
-    @property
-    def averages(self) -> bool:
-        """Whether the mean of all ranks' factors is 1."""
-        return self._reduction != "sum"
-
     def begin_step(self) -> None:
         """Forget the batch of the step before."""
         self._unequal = []

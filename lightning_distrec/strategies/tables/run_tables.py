@@ -1,6 +1,6 @@
 """The sharded tables of a run, their plan, what updates them, and the checks before and after every step."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -193,8 +193,7 @@ class RunTables:
         optimizers: the user's. wrappers: Lightning's around them, whose zero_grad is another.
         """
         for optimizer in optimizers:
-            # It reads the gradient of each weight, which takes the guard of a shard two microseconds.
-            optimizer.zero_grad = without_guards(optimizer.zero_grad)  # type: ignore[method-assign]
+            optimizer.zero_grad = self._zero_grad(optimizer)  # type: ignore[method-assign]
             self.undo.callback(optimizer.__dict__.pop, "zero_grad", None)
         if (watch := self._manual_watch) is not None:
             numbers = {id(optimizer): number for number, optimizer in enumerate(self.all_optimizers)}
@@ -207,6 +206,18 @@ class RunTables:
                     self.undo.callback(before_zero_grad(hooked, partial(watch.zero_grad, number)))
         for optimizer in [*optimizers, *wrappers] if self.table_optimizers else []:
             self.undo.callback(zero_with(optimizer, self.table_optimizers))
+
+    def _zero_grad(self, optimizer: Optimizer) -> Callable[..., None]:
+        # It reads the gradient of each weight, which takes the guard of a shard two microseconds.
+        zero_grad, state = without_guards(optimizer.zero_grad), self.shards.state
+
+        def forgetting(*args: Any, **options: Any) -> None:
+            if state.reached:
+                held = {id(parameter) for parameter in collect_parameters([optimizer])}
+                state.reached -= {n for n in state.reached if id(self.shards.shards[n][0].weight) in held}
+            zero_grad(*args, **options)
+
+        return forgetting
 
     def check_steps(self) -> None:
         """Raise OptimizerError: a training_step, or the fit, ended with updates inside of backward and no step."""
@@ -250,8 +261,6 @@ class RunTables:
             self._added_tables.refuse(self.optimizers)
         self.unfreezing.follow(self.all_optimizers)
         self.loss_weight.begin_step()
-        # That of the step before, until backward computes this step's.
-        self.shards.state.loss_weight = 1.0
         self.begin_step()
 
     def num_lookups(self) -> int:
@@ -278,9 +287,7 @@ class RunTables:
 
     def loss_factor(self) -> float:
         """Collective where batches are weighted. Return the factor for this rank's loss; see LossWeight."""
-        factor = self.loss_weight.factor()
-        self.shards.state.loss_weight = factor if self.loss_weight.averages else 1.0
-        return factor
+        return self.loss_weight.factor()
 
     def _refuse_late_hooks(self) -> None:
         if not have_gradient_hooks(self._fused_shards, but=1):

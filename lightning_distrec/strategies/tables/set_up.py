@@ -275,6 +275,8 @@ def _look_up(
         replicas=replicas,
         automatic=inputs.module.automatic_optimization,
     )
+    shards.state.ranks = consensus
+    run_tables.undo.callback(setattr, shards.state, "ranks", None)
     learning = any(update.kind != "frozen" for update in updates.values())
     # Bags show how many examples a rank has, which weights ranks with batches of other sizes; ids alone do not.
     only_rows = all(isinstance(table.plain, nn.Embedding) for table in shards.tables)
@@ -298,6 +300,7 @@ def _look_up(
         if compare is not None and isinstance(tables[0].plain, nn.Embedding):
             # The ids of an nn.Embedding may have any shape: their number is not the number of examples.
             compare = weight.add_ids if only_rows and learning else None
+        rowless = {table.name: table.full_name for table in tables if _is_rowless(shards, table, updates)}
         lookup = ShardedLookup(
             LookupSetup(
                 sharded=sharded,
@@ -311,6 +314,7 @@ def _look_up(
                 output_dtype=inputs.output_dtype,
                 compare_examples=compare,
                 note_used_tables=partial(shards.note_used_tables, path),
+                note_gradients=partial(_note_gradients, shards.state.reached, rowless) if rowless else None,
                 groups=shards.groups,
                 mapped=mapped_ids(shards, path, updates),
             )
@@ -318,6 +322,15 @@ def _look_up(
         shards.proxies[path].lookup = lookup
         run_tables.lookups.append(lookup)
     return run_tables
+
+
+def _is_rowless(shards: ShardedTables, table: Table, updates: dict[str, TableUpdate]) -> bool:
+    """Whether other ranks have all rows of a table whose gradients are kept."""
+    return not shards.shards[table.full_name][0].weight.numel() and not updates[table.full_name].in_backward
+
+
+def _note_gradients(reached: set[str], rowless: dict[str, str], table: str | None) -> None:
+    reached.update(rowless.values() if table is None else [rowless[table]] if table in rowless else [])
 
 
 def _refuse_direct_gradient(name: str, weight: torch.Tensor) -> None:
