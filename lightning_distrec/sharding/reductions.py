@@ -34,9 +34,9 @@ def reduce_over_ranks(name: str, args: Any, kwargs: dict[str, Any]) -> Tensor:
     order = next((kwargs[key] for key in ORDERS if kwargs.get(key) is not None), args[1] if args[1:] else None)
     place: ShardPlace = values.place
     with without_guard():
-        values = values.as_subclass(Tensor)
         if values.is_sparse:
             values = values.coalesce().values() if name in WITHOUT_ZEROS else values.to_dense()
+        values = values.as_subclass(Tensor)
         if kwargs.get("dtype") is not None:
             values = values.to(kwargs["dtype"])
         if name in NORMS:

@@ -129,12 +129,17 @@ def is_called_by_us(frame: FrameType | None) -> bool:
     return True
 
 
+def is_elementwise_optimizer(optimizer: Any) -> bool:
+    """Whether an optimizer is of torch or torchrec, whose classes were tried over shards."""
+    # Others are user code: a norm of theirs (SAM, LAMB) is over all ranks, and what is inexact on shards is refused.
+    return type(optimizer).__module__.startswith(("torch.", "torchrec."))
+
+
 def _is_in_optimizer(frame: FrameType | None) -> bool:
-    """Whether this is code of an optimizer of the user's own."""
     # Up to the Trainer: a step that an optimizer's closure calls is user code again, and Lightning lies in between.
     while frame is not None and not frame.f_globals.get("__name__", "").startswith("lightning"):
         if isinstance(frame.f_locals.get("self"), Optimizer):
-            return True
+            return is_elementwise_optimizer(frame.f_locals["self"])
         frame = frame.f_back
     return False
 
@@ -146,7 +151,8 @@ def _attribute(func: Callable[..., Any], name: str, args: Any) -> Any:
             return _assign(shard, name, *args[1:])
     if name in ("data", "grad"):
         with without_guard():
-            value = func(shard)
+            # torch's copy of a sparse gradient would not share what is written to it.
+            value = shard if name == "data" and shard.is_sparse else func(shard)
             if value is None and place.table.name in place.table.state.reached and isinstance(shard, ShardWeight):
                 value = torch.zeros_like(shard.detach())  # without rows; others have some
             return _wrap(value, place if name == "data" else replace(place, kind="gradient"))
@@ -219,12 +225,25 @@ def _in_user_code(func: Callable[..., Any], name: str, args: Any, kwargs: dict[s
 
 
 def _on_elements(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any], place: ShardPlace) -> Any:
+    if name.startswith("_foreach_") and len(args[0]) > 1:  # of several tables, and of layers among them
+        return _on_lists(func, name, args, kwargs)
     if is_in_place(name):
         _note_write(place)
         if not is_guarded(first_of(args)):
             raise place.refusal(f"{name} into a tensor that is none of its shards")
     with without_guard():
+        if name in ALIASES and first_of(args).is_sparse:
+            return args[0]
         return _wrap(compute(func, args, kwargs, place), place, is_computed=name not in ALIASES)
+
+
+def _on_lists(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any]) -> list[Any] | None:
+    results = []
+    for number in range(len(args[0])):
+        single = [[arg[number]] if isinstance(arg, (list, tuple)) else arg for arg in args]
+        shards = _shards_in(single)
+        results.append(_on_elements(func, name, single, kwargs, shards[0].place) if shards else func(*single, **kwargs))
+    return None if results[0] is None else [result[0] for result in results]
 
 
 def _takes_full(name: str, args: Any, kwargs: dict[str, Any], place: ShardPlace) -> bool:

@@ -26,6 +26,7 @@ from lightning_distrec.prefetch.prefetcher import PrefetchOptions
 from lightning_distrec.prefetch.step_calls import LookupCounts
 from lightning_distrec.sharding.shard_access import plain_shards, without_guard
 from lightning_distrec.sharding.shard_tables import unshard_mappings
+from lightning_distrec.sharding.shard_weight import is_elementwise_optimizer
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from lightning_distrec.sharding.sharding_groups import NodeLayout, make_groups
 from lightning_distrec.strategies.data_parallel.replicated_layers import BroadcastSkipper, NoBroadcasts
@@ -209,7 +210,8 @@ class TorchRecRun(Run):
             self.undo.enter_context(clip_over_all_ranks(plugin, shards, fused, table_optimizers, replicas))
             # An overflow on one rank skips the step on all, or replicas of dense layers drift apart.
             self.undo.callback(skip_overflows_on_all_ranks(plugin, strategy.optimizers, table_optimizers))
-            self.undo.enter_context(call_after_closure(plugin, lambda: plain_shards.enter_context(without_guard())))
+            if all(map(is_elementwise_optimizer, tables.all_optimizers)):
+                self.undo.enter_context(call_after_closure(plugin, lambda: plain_shards.enter_context(without_guard())))
             adapt_callbacks(self.trainer, module, strategy.lightning_module_state_dict)
         elif fsdp is None:
             broadcast_module_states(module, self.shard_names())

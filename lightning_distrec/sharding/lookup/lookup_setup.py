@@ -67,8 +67,8 @@ class LookupSetup:
     """Called before a lookup of an EmbeddingCollection with the set that its backward fills with the names of the
     tables that get gradients."""
     note_gradients: Callable[[str | None], None] | None = None
-    """Called in backward for a table, or None for all tables of a collection of bags, that gets gradients; None: nothing
-    asks for it, because this rank has rows of all tables."""
+    """Called in backward with a table that gets gradients, or with None: all tables of a collection of bags do. None:
+    this rank has rows of all tables."""
     groups: ShardingGroups | None = None
     """The ranks among which ids are exchanged; they are agreed on among all. None: all ranks."""
     mapped: MappedIds | None = None

@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.utilities import grad_norm
+from lightning.pytorch.utilities import grad_norm, rank_zero_only
 from torch import Tensor, nn
 
 from lightning_distrec import NormalizeRows
@@ -42,6 +42,10 @@ def _kaiming(weight: nn.Parameter) -> None:
     nn.init.kaiming_uniform_(weight)
 
 
+def _truncated(weight: nn.Parameter) -> None:
+    nn.init.trunc_normal_(weight, std=0.9)
+
+
 def _own(weight: nn.Parameter) -> None:
     weight.data.uniform_(-1 / weight.shape[0] ** 0.5, 1 / weight.shape[1] ** 0.5).mul_(2).clamp_(max=0.1)
 
@@ -52,7 +56,7 @@ def _noisy(weight: nn.Parameter) -> None:
         weight += 0.1 * torch.randn(weight.shape)
 
 
-DRAWS = {"xavier": _xavier, "kaiming": _kaiming, "own": _own, "noisy": _noisy}
+DRAWS = {"truncated": _truncated, "xavier": _xavier, "kaiming": _kaiming, "own": _own, "noisy": _noisy}
 
 
 class Draws(TwoTower):
@@ -139,10 +143,12 @@ class Looks(TwoTower):
     def __init__(self, hook: Hook | None = None) -> None:
         super().__init__()
         self.norms: list[dict[str, float]] = []
+        self.norms_of_lightning: list[dict[str, float]] = []
         self.hook = hook
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.norms.append(self.trainer.strategy.gradient_norms(norm_type=2))
+        self.norms_of_lightning.append({name: float(norm) for name, norm in grad_norm(self, norm_type=2).items()})
         if self.hook is not None:
             self.hook(self)
 
@@ -154,7 +160,7 @@ def _norms(types: list[str]) -> dict[str, Any]:
     state = whole_state(model)
     full = {name: strategy.full_parameter(name) for name, _ in model.named_parameters()}
     part = strategy.full_parameter("item_embedding", rows=(30, 45))  # of two shards
-    return {"norms": model.norms, "state": state, "full": full, "part": part}
+    return {"norms": model.norms, "lightning": model.norms_of_lightning, "state": state, "full": full, "part": part}
 
 
 @pytest.mark.parametrize("types", [["row_wise"], ["column_wise"]])
@@ -168,6 +174,7 @@ def test_gradient_norms_and_full_parameters_are_those_of_one_process(types: list
         expected = {name: float(norm) for name, norm in grad_norm(model, norm_type=2).items()}
         assert list(actual[0]["norms"][step]) == list(expected)
         assert actual[0]["norms"][step] == actual[1]["norms"][step] == pytest.approx(expected, rel=1e-4)
+        assert actual[0]["lightning"][step] == pytest.approx(expected, rel=1e-4)
         optimizer.step()
     for rank_result in actual:
         assert all(torch.equal(rank_result["full"][name], value) for name, value in actual[0]["state"].items())
@@ -190,18 +197,25 @@ REFUSED: dict[str, tuple[Hook, str]] = {
     "matmul": (lambda model: torch.ones(2, 16) @ model.item_embedding.weight.T, r"read \(T\).*full_parameter"),
     "linear": (lambda model: nn.functional.linear(torch.ones(2, 16), model.item_embedding.weight), r"\(linear\)"),
     "histogram": (lambda model: [p.detach().cpu().numpy() for p in model.parameters()], r"'user_embedding' .*\(numpy"),
-    "norm outside of the step": (lambda model: [p.norm() for p in model.parameters()], r"\(norm\).*full_parameter"),
+    "norms of rows": (lambda model: [p.norm(dim=1) for p in model.parameters()], r"\(norm\).*full_parameter"),
     "normalized": (
         lambda model: [nn.functional.normalize(p.data, dim=0) for p in model.parameters()],
         r"\(normalize\)",
     ),
     "row": (lambda model: model.item_embedding.weight.data[0].zero_(), r"\(__getitem__\)"),
-    "truncated": (
-        lambda model: nn.init.trunc_normal_(model.item_embedding.weight),
-        r"'item_embedding' was read \(any\)",
+    "rows of a gradient": (
+        lambda model: model.item_embedding.weight.grad.mean(1),
+        r"the gradient of the sharded table .*\(mean\).*gradient_norms\(\)",
     ),
-    "grad_norm": (lambda model: grad_norm(model, 2), r"the gradient of the sharded table .*gradient_norms\(\)"),
-    "other data": (lambda model: setattr(model.item_embedding.weight, "data", torch.zeros(70, 16)), r"\(data =\)"),
+    "other data": (
+        lambda model: setattr(model.item_embedding.weight, "data", torch.zeros(70, 16).double()),
+        r"\(data =\)",
+    ),
+    "data of another shape": (
+        lambda model: setattr(model.item_embedding.weight, "data", torch.zeros(71, 16)),
+        r"data = a tensor of shape \(71, 16\)",
+    ),
+    "on rank 0": (rank_zero_only(lambda model: model.item_embedding.weight.norm()), r"\(norm\)"),
     "pickled": (
         lambda model: torch.save([p.data for p in model.parameters()], io.BytesIO()),
         "to pickle it, which full_parameter",
