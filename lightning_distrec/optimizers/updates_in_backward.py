@@ -126,12 +126,13 @@ class BackwardWatch:
     """Counts backward passes and steps of a run with fused tables.
 
     A fused table is updated by every backward. That is what the user's optimizer does as long as each backward is
-    followed by one `step`; accumulation that begins while training, or an `optimizer_step` that skips steps, breaks it.
+    Lightning's and followed by one `step`; accumulation that begins while training, an `optimizer_step` that skips
+    steps, and a backward that user code calls, in an evaluation or after the run as well, break it.
     """
 
     def __init__(self, fused_tables: list[str]) -> None:
         self._tables = fused_tables
-        self._pending = False
+        self._pending = self._is_running = False
 
     def backward(self) -> None:
         """A backward is about to begin. Raises OptimizerError: the one before it was not followed by a step."""
@@ -141,7 +142,27 @@ class BackwardWatch:
                 "backward (accumulate_grad_batches was changed, or optimizer_step skips steps). "
                 "Set embedding_update='sparse', or 'dense' for RowWiseAdagrad."
             )
-        self._pending = True
+        self._pending = self._is_running = True
+
+    def end_backward(self) -> None:
+        """The backward is over."""
+        self._is_running = False
+
+    def note_call(self) -> None:
+        """The user's code makes a lookup now."""
+
+    def note_lookup(self) -> Callable[[Any], None]:
+        """Rows are looked up. Return a hook for their gradients."""
+        return self._gradient_arrived
+
+    def _gradient_arrived(self, _: Any) -> None:
+        if not self._is_running:
+            raise OptimizerError(
+                f"a backward that user code has called reaches table '{self._tables[0]}', which is updated inside of "
+                "every backward, so that its rows would move without a step: in training_step, in an evaluation or "
+                "after the run. Return the loss from training_step; elsewhere train with embedding_update='sparse' "
+                "('dense' for RowWiseAdagrad), which leaves gradients and moves nothing."
+            )
 
     def step(self) -> None:
         """An optimizer has stepped."""

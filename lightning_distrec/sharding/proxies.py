@@ -18,7 +18,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from lightning_distrec._compat.torch import share_hooks
-from lightning_distrec.errors import IdsError, ShardingError
+from lightning_distrec.errors import IdsError, ShardedWeightError, ShardingError
 from lightning_distrec.sharding.calls import FEATURE, bags_call, rows_call
 from lightning_distrec.sharding.mapping.state import HoldsMappings
 from lightning_distrec.sharding.shard_access import refusal
@@ -103,9 +103,11 @@ class ShardedProxy(_RefusesQuantizing, HoldsMappings):
         refuse_module("scripted", self.path)
 
     def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, _: Any, __: bool, missing: list[str], *problems: list[str]
+        self, state_dict: Mapping[str, Any], prefix: str, local: Any, _: bool, missing: list[str], *problems: list[str]
     ) -> None:
         """Load this rank's shards from unsharded tables, or from what `state_dict` returned."""
+        if local.get("assign_to_params_buffers"):
+            raise replaced(f"weights of the sharded '{self.path}' (load_state_dict with assign=True)")
         # nn.Module.load_state_dict calls this for each module. Children skip it, so that each table is loaded once.
         *_unexpected, errors = problems
         for key, name in self.keys.items():
@@ -134,6 +136,15 @@ class _WithoutRows(_RefusesQuantizing, nn.Module):
         )
 
 
+def replaced(subject: str) -> ShardedWeightError:
+    """Return the error for what was put in the place of a shard, or of a module that has some."""
+    return ShardedWeightError(
+        f"another one is to take the place of the {subject}: no lookup would read it, and no optimizer train it. Copy "
+        "rows into the weight, which is exact in every hook: 'with torch.no_grad(): embedding.weight.copy_(rows)', or "
+        "'embedding.weight.data = rows'. Or replace it in __init__, setup or configure_model."
+    )
+
+
 class _GuardedWeight(nn.Module):
     """Has a weight for optimizers, and for elementwise operations; reading it otherwise raises."""
 
@@ -145,6 +156,25 @@ class _GuardedWeight(nn.Module):
         if name == "weight" and not (isinstance(weight, ShardWeight) and weight.place.table.has_single_shards):
             raise refusal(self.table, "weight", ".weight")
         return weight
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if value is not self.__dict__.get("_parameters", {}).get(name, value):
+            self._refuse_to_replace(name)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self._parameters:
+            self._refuse_to_replace(name)
+        super().__delattr__(name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a shard, once. Raises ShardedWeightError: something is to take its place."""
+        if param is not self._parameters.get(name, param):
+            self._refuse_to_replace(name)
+        super().register_parameter(name, param)
+
+    def _refuse_to_replace(self, name: str) -> NoReturn:
+        raise replaced(f"{name} of the sharded table '{self.table}'")
 
     def _load_from_state_dict(self, *_: Any) -> None:
         """Do nothing: the proxy around it loads its weight."""

@@ -20,7 +20,7 @@ from lightning_distrec.sharding.initial_weights import (
     table_shards,
 )
 from lightning_distrec.sharding.mapping.state import AnyMapping
-from lightning_distrec.sharding.proxies import ShardedProxy, replace_modules
+from lightning_distrec.sharding.proxies import ShardedProxy, replace_modules, replaced
 from lightning_distrec.sharding.row_gradients import LocalShard, give_gradients
 from lightning_distrec.sharding.shard_access import SharedState, rewriting
 from lightning_distrec.sharding.sharders import ShardingByTable
@@ -56,6 +56,8 @@ class ShardedTables:
         """Full name of a table -> this rank's part of the mapping of its ids; none where ids are numbers of rows."""
         self.collisions: dict[nn.Module, nn.Module] = {}
         """torchrec's ManagedCollisionCollection -> what stands for it in the module tree."""
+        self.fused_tables: list[str] = []
+        """Full names of the tables that every backward updates, where their optimizer steps in one process."""
         self.known_keys: dict[str, list[str]] = {}
         """Path -> the features in the order of the first call, which torchrec's module remembers for its life."""
         self.state = SharedState(groups.sharding)
@@ -192,6 +194,15 @@ class ShardedTables:
             original.forward = _refuse_forward(path)  # type: ignore[method-assign]
         proxies = {original: self.proxies[path] for path, original in self.originals.items()}
         replace_modules(self._module(), proxies | self.collisions)
+
+    def refuse_replaced(self) -> None:
+        """Raise ShardedWeightError: user code has put a module in the place of one that has a table's shards."""
+        for proxy in self.proxies.values():
+            held = {id(parameter) for parameter in proxy.parameters()}
+            for name in (table.full_name for table in self.tables_of(proxy.path)):
+                shards = [shard.weight for shard in self.shards[name] if not shard.replicated]
+                if any(id(weight) not in held or not hasattr(weight, "place") for weight in shards):
+                    raise replaced(f"module of the sharded table '{name}'")
 
     @contextmanager
     def removed(self) -> Iterator[None]:

@@ -1,6 +1,6 @@
 """The sharded tables of a run, their plan, what updates them, and the checks before and after every step."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -120,7 +120,8 @@ class RunTables:
         shards_of = self.shards.shards
         # Flat, for a check at each step: a walk through the tables would cost host time with every further table.
         self._fused_shards = [shard.weight for name in self.fused_tables for shard in shards_of[name]]
-        self.backward_watch = BackwardWatch([])
+        # Also where an evaluation, or code after the run, looks up what an earlier fit has trained.
+        self.backward_watch = BackwardWatch(self.shards.fused_tables)
         self._manual_watch: ManualWatch | None = None
         self.unfreezing = Unfreezing(self.shards, self.updates)
         self._added_tables = AddedTables({})
@@ -158,17 +159,20 @@ class RunTables:
             stepped = partial(self.after_optimizer_step, number)
             self.undo.callback(optimizer.register_step_post_hook(stepped).remove)
 
-        # In-backward optimizers step in every backward in one process too, so that there is nothing to watch for them.
-        fused = [name for name in self.fused_tables if name not in in_backward]
-        self.backward_watch = BackwardWatch(fused if self.automatic else [])
+        fused = self.shards.fused_tables
         groups = {name: group for name in fused if (group := self.updates[name].param_group) is not None}
         # Under automatic optimization Lightning's order of backward and step is known; by hand any order may come.
         if groups and not self.automatic:
+            watch_after_run, self.backward_watch = self.backward_watch, BackwardWatch([])
             self._manual_watch = ManualWatch(groups)
-            for lookup in self.lookups:
+            for lookup in self.lookups_of(fused):
                 tables = [t.full_name for t in self.shards.tables_of(lookup.path) if t.full_name in fused]
-                if tables:
-                    lookup.update_watch = CollectionWatch(self._manual_watch, tables, self.shards.learns)
+                lookup.update_watch = CollectionWatch(self._manual_watch, tables, self.shards.learns)
+                self.undo.callback(setattr, lookup, "update_watch", watch_after_run)
+
+    def lookups_of(self, names: Container[str]) -> list[ShardedLookup]:
+        """Return the lookups of collections with some of these tables."""
+        return [lookup for lookup in self.lookups if any(t.full_name in names for t in lookup.setup.tables)]
 
     def connect_replicas(self, ranks: Ranks) -> None:
         """Keep the replicas of the tables equal, where groups of ranks have one each."""
@@ -256,7 +260,7 @@ class RunTables:
         self.replicas.before_step()
         self._refuse_late_hooks()
         if not self._has_begun:
-            self._refuse_late_optimizers()
+            self._refuse_late_changes()
         if self.table_optimizers:
             self._added_tables.refuse(self.optimizers)
         self.unfreezing.follow(self.all_optimizers)
@@ -277,6 +281,7 @@ class RunTables:
 
     def after_backward(self) -> None:
         """Collective where replicas differ. Exchange gradients, and step the optimizers that step in every backward."""
+        self.backward_watch.end_backward()
         # After DDP has averaged the dense gradients, so that groups exchange in the same order on every rank.
         if self.groups is not None:
             self.groups.after_backward()
@@ -299,8 +304,9 @@ class RunTables:
                     "inside of backward. Set embedding_update='sparse' or 'dense' for it."
                 )
 
-    def _refuse_late_optimizers(self) -> None:
+    def _refuse_late_changes(self) -> None:
         self._has_begun = True
+        self.shards.refuse_replaced()
         for name, shards in self.shards.parameters().items():
             if name not in self.in_backward_tables and any(map(in_backward_optimizers, shards)):
                 raise OptimizerError(

@@ -216,6 +216,8 @@ def _shard(
     )
     with without_in_backward(unsharded.values()):
         shards = shard_tables(sharding)
+    # In-backward optimizers step in every backward in one process too.
+    shards.fused_tables = [n for n, update in updates.items() if update.in_backward and n not in decisions.in_backward]
     shards.fill_optimizer_state({name: u.initial_state for name, u in updates.items() if u.in_backward})
     rows_only = {name: _rows_only(update) for name, update in updates.items() if not update.in_backward}
     shards.keep_gradients(rows_only)
@@ -321,6 +323,8 @@ def _look_up(
         )
         shards.proxies[path].lookup = lookup
         run_tables.lookups.append(lookup)
+    for lookup in run_tables.lookups_of(shards.fused_tables):
+        lookup.update_watch = run_tables.backward_watch
     return run_tables
 
 

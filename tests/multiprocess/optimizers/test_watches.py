@@ -9,6 +9,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
+from lightning_distrec.errors import OptimizerError
 from tests.support.click_model import (
     FEATURES,
     ClickModel,
@@ -21,7 +22,7 @@ from tests.support.click_model import (
     train_unsharded,
 )
 from tests.support.plain_loop import global_batches, train_plain
-from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_warm_ranks
+from tests.support.ranks import RankFailed, rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
 
 SGD = (torch.optim.SGD, {"lr": 1.0})
@@ -390,3 +391,62 @@ def test_float16_tables_train_and_say_that_they_round() -> None:
     output = run_on_warm_ranks(_half, 2)[0]
     assert len(output) == 1
     assert output[0].startswith("table 'ebc.narrow' has float16 rows")
+
+
+# -- a backward that the user's code calls
+
+
+class BackwardByHand(ClickModel):
+    """Calls backward by itself: in training_step, in a step of evaluation, or after an optimizer's step."""
+
+    def __init__(self, optimizer: type, options: dict[str, Any], place: str) -> None:
+        super().__init__(optimizer, options)
+        self.place = place
+
+    def _backward(self, place: str, batch: dict[str, Tensor]) -> None:
+        if place == self.place:
+            with torch.enable_grad():
+                self(batch).square().mean().backward()
+            self.zero_grad()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self._backward("training", batch)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self._backward("validation", batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self._backward("batch end", batch)
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self._backward("predict", batch)
+        return self(batch)
+
+
+def _by_hand(place: str, update: str) -> tuple[str, dict[str, Tensor]]:
+    model = seeded(BackwardByHand, *SGD, place)
+    trainer = make_trainer({"embedding_update": update}, inference_mode=False, max_epochs=1)
+    message, data = "", rank_loader(STEPS, rank_and_num_ranks()[0])
+    try:
+        trainer.fit(model, data, rank_loader(2, 0))
+        trainer.predict(model, data)
+        if place == "script":
+            model._backward(place, next(iter(data)))
+    except OptimizerError as error:
+        message = str(error)
+    return message, {} if update == "fused" else model.final_state
+
+
+PLACES = ["training", "validation", "batch end", "predict", "script"]
+
+
+def test_a_backward_by_hand_moves_no_table() -> None:
+    cases: dict[str, tuple[Any, ...]] = {place: (_by_hand, place, "fused") for place in PLACES}
+    cases |= {f"{place} sparse": (_by_hand, place, "sparse") for place in ["none", "validation"]}
+    for results in run_each_on_ranks(cases, 2):
+        for place in PLACES:
+            assert "user code has called reaches table 'ebc.wide'" in results[place][0], place
+        # Gradients that zero_grad drops change nothing.
+        assert results["validation sparse"][0] == ""
+        assert max(largest_difference(results["validation sparse"][1], results["none sparse"][1]).values()) == 0.0
