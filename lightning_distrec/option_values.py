@@ -5,6 +5,8 @@ from dataclasses import fields
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import numpy as np
+
 from lightning_distrec.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
@@ -12,6 +14,21 @@ T = TypeVar("T")
 TIMEOUT = "PROCESS_GROUP_TIMEOUT_SECONDS"
 """Says what `timeout_seconds` does where the argument does not. TorchEasyRec reads it too."""
 DEFAULT_TIMEOUT_SECONDS = 1800.0
+
+
+def plain(value: Any) -> Any:
+    """Return a value of numpy as Python's own, in containers too: `frame.item.max() + 1` is a number as any other."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        return {key: plain(entry) for key, entry in value.items()}
+    return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
+
+
+def plain_fields(options: Any) -> None:
+    """Let the fields of a dataclass hold plain values. Called first in its __post_init__."""
+    for name, value in vars(options).items():
+        object.__setattr__(options, name, plain(value))
 
 
 def check_choice(name: str, value: object, choices: Iterable[object]) -> None:

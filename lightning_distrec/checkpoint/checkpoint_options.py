@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from lightning_distrec.errors import ConfigError
+from lightning_distrec.option_values import plain_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,7 @@ class IncrementalOptions:
     """Folder for them, on a file system that all ranks share; None: one for each job, in default_root_dir."""
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         for name in ("every", "full_every", "keep"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
@@ -60,6 +62,7 @@ class CheckpointOptions:
     """Save the rows that have changed every few steps, besides what ModelCheckpoint saves; None: do not."""
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         if self.incremental is not None and not isinstance(self.incremental, IncrementalOptions):
             try:
                 object.__setattr__(self, "incremental", IncrementalOptions(**self.incremental))

@@ -17,6 +17,7 @@ from typing import Any
 
 from lightning_distrec import spans
 from lightning_distrec.errors import ConfigError
+from lightning_distrec.option_values import plain_fields
 from lightning_distrec.own_operations import OWN
 from lightning_distrec.prefetch.control_message import DIFFERING_CALL, NO_FAILURE, BatchStatus, ControlMessage
 from lightning_distrec.prefetch.differing_calls import DifferingCalls, WeightedCall, number_weights
@@ -336,5 +337,6 @@ class PrefetchOptions:
     ahead for later batches. Off, it is looked up as the step calls."""
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         if not isinstance(self.depth, int) or isinstance(self.depth, bool) or self.depth < 1:
             raise ConfigError(f"prefetch: depth={self.depth!r} must be a whole number of batches, at least 1 (off).")

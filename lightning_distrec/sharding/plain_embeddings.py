@@ -10,6 +10,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from lightning_distrec._compat.torch import have_gradient_hooks
 from lightning_distrec.errors import ConfigError, ShardingError, did_you_mean
+from lightning_distrec.option_values import plain_fields
 from lightning_distrec.sharding.calls import FEATURE
 from lightning_distrec.sharding.proxies import ShardedProxy
 
@@ -37,6 +38,7 @@ class Conversion:
     min_rows: int = 100_000
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         if isinstance(self.selected, str) and self.selected not in ("auto", "all", "none"):
             raise ConfigError(f"convert_embeddings={self.selected!r}: use 'auto', 'all', 'none' or a list of paths.")
         if self.min_rows < 1:

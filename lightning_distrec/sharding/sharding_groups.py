@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torchrec.distributed.types import ShardingEnv
 
 from lightning_distrec.errors import ConfigError
+from lightning_distrec.option_values import plain_fields
 from lightning_distrec.ranks import Ranks
 
 
@@ -25,6 +26,7 @@ class ShardingGroupOptions:
     touched are averaged at every such step, with their optimizer state: other numbers than one process has."""
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         for name in ("size", "sync_interval"):
             value = getattr(self, name)
             if (name, value) != ("size", None) and (type(value) is not int or value < 1):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -232,9 +232,11 @@ def odd_dim(configs: Iterable[BaseEmbeddingConfig]) -> str | None:
 
 
 def _configs(collection: Collection) -> list[BaseEmbeddingConfig]:
-    if isinstance(collection, EmbeddingBagCollection):
-        return list(collection.embedding_bag_configs())
-    return list(collection.embedding_configs())
+    is_pooled = isinstance(collection, EmbeddingBagCollection)
+    configs: Any = collection.embedding_bag_configs() if is_pooled else collection.embedding_configs()
+    for config in configs:  # torch refuses numpy's numbers in the size of a ShardedTensor
+        config.num_embeddings, config.embedding_dim = int(config.num_embeddings), int(config.embedding_dim)
+    return list(configs)
 
 
 def _sharding_obstacle(module: nn.Module) -> str | None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_distrec import spans
-from lightning_distrec.option_values import as_options
+from lightning_distrec.option_values import as_options, plain
 from lightning_distrec.prefetch.even_batches import EndPolicy
 from lightning_distrec.prefetch.fetcher import ReadyBatch
 from lightning_distrec.prefetch.prefetcher import PrefetchOptions
@@ -126,7 +126,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         self._ddp_kwargs = {
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,
-            "bucket_cap_mb": bucket_cap_mb,
+            "bucket_cap_mb": plain(bucket_cap_mb),
             "gradient_as_bucket_view": True,
         }
 

@@ -37,7 +37,7 @@ from lightning_distrec.strategies.fully_sharded.fully_sharded_module import Full
 from lightning_distrec.strategies.fully_sharded.shard_blocks import shard_module
 from lightning_distrec.strategies.fully_sharded.shards import replace_parameters
 from lightning_distrec.strategies.run.lightning_callbacks import adapt_callbacks
-from lightning_distrec.strategies.run.precision import clip_over_all_ranks, output_dtype, skip_overflows_on_all_ranks
+from lightning_distrec.strategies.run.precision import clip_over_all_ranks, skip_overflows_on_all_ranks
 from lightning_distrec.strategies.run.process_runs import PROCESS
 from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.tables.mapped_tables import NotedIds
@@ -155,7 +155,6 @@ class TorchRecRun(Run):
                 device=strategy.root_device,
                 layout=nodes,
                 groups=make_groups(settings.groups, consensus, consensus.timeout),
-                output_dtype=output_dtype(str(self.trainer.precision)),
                 shards_dense=shards_dense,
             )
         )
@@ -167,9 +166,9 @@ class TorchRecRun(Run):
             if noted := NotedIds(tables.shards.mappings):
                 checkpoints.positions.keep_rank_state("noted_ids", noted)
         elif shards_dense:
-            raise ConfigError("dense='fsdp': the module has no embedding tables to shard. Use strategy='fsdp_tuned'.")
+            raise ConfigError("dense='fsdp': no embedding table of the module is sharded. Use strategy='fsdp_tuned'.")
         else:
-            rank_zero_info("torchrec_sharded: the module has no embedding tables; it trains as under plain DDP.")
+            rank_zero_info("torchrec_sharded: no embedding table is sharded; the module trains as under plain DDP.")
         return tables
 
     def set_up_dense(

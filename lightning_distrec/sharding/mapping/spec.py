@@ -23,6 +23,7 @@ from lightning_distrec._compat.torchrec_collisions import (
     modules_of,
     returns_remapped_features,
 )
+from lightning_distrec.option_values import plain_fields
 
 Policy = Literal["none", "lru", "lfu", "ttl", "ttl_lru"]
 
@@ -50,6 +51,9 @@ class MappingSpec:
     """How often an id is looked up in training until it gets a row of its own."""
     managed: bool = False
     """Whether it is that of a ManagedCollisionCollection, whose names its state has."""
+
+    def __post_init__(self) -> None:
+        plain_fields(self)
 
     @property
     def bucket_rows(self) -> int:

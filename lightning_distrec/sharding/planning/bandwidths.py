@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torchrec.distributed.planner import constants
 
 from lightning_distrec.errors import ConfigError, did_you_mean
-from lightning_distrec.option_values import as_options
+from lightning_distrec.option_values import as_options, plain_fields
 from lightning_distrec.ranks import Ranks
 from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.units import format_bandwidth, parse_bandwidth
@@ -60,6 +60,7 @@ class Bandwidths:
     """What a GPU reads from its host's memory."""
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         for name in NAMES:
             value = getattr(self, name)
             # Parsed for its errors only, so that a wrong value fails when the strategy is made and not on the ranks.

@@ -10,7 +10,7 @@ from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import ShardingPlan as TorchRecPlan
 
 from lightning_distrec.errors import ConfigError, ShardingError, did_you_mean
-from lightning_distrec.option_values import as_options, check_choice
+from lightning_distrec.option_values import as_options, check_choice, plain_fields
 from lightning_distrec.sharding.planning.bandwidths import BandwidthOption, as_bandwidths
 from lightning_distrec.sharding.planning.topology import reservation_of
 from lightning_distrec.sharding.sharders import KERNELS, SHARDING_TYPES
@@ -73,6 +73,7 @@ class TableOptions:
     """How often an id is looked up in training until it gets a row of its own; None: once."""
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         for name in ("sharding_types", "compute_kernels"):
             object.__setattr__(self, name, plain_names(getattr(self, name)))
         for name, choices in CHOICES.items():
@@ -286,6 +287,7 @@ class PlanningOptions:
     the model and the ranks."""
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         # Both are parsed for their errors only, so that a wrong value fails
         # where the strategy is made, and not on the ranks.
         as_bandwidths(self.bandwidths)

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_distrec._compat.tensors import rows_and_values
 from lightning_distrec._compat.torch import leave_optimizers_in_backward
 from lightning_distrec.errors import ConfigError, UnsupportedError
-from lightning_distrec.option_values import check_choice
+from lightning_distrec.option_values import check_choice, plain_fields
 
 MEMORIES = ("p_memory_dict", "q_memory_dict", "error_dict")
 """What torch's state keeps for each bucket: two matrices, the same on all ranks, and the rank's error feedback."""
@@ -39,6 +39,7 @@ class PowerSGDOptions:
     """Optimizer steps with uncompressed gradients before the first compressed one."""
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         for name, minimum in (("matrix_rank", 1), ("start_step", 0)):
             if (value := getattr(self, name)) < minimum:
                 raise ConfigError(f"powersgd: {name}={value} must be at least {minimum}.")
@@ -169,6 +170,7 @@ class GradientExchange:
     static_graph: bool
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         check_choice("comm_dtype", self.comm_dtype, get_args(CommDtype))
         check_choice("sparse_grads", self.sparse_grads, get_args(SparseGrads))
         if self.bucket_cap_mb <= 0:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_distrec.errors import ConfigError, UnsupportedError
-from lightning_distrec.option_values import check_choice
+from lightning_distrec.option_values import check_choice, plain_fields
 from lightning_distrec.strategies.activations.layers import ActivationCheckpointing, check_option
 
 Replicas = int | Literal["nodes"]
@@ -49,6 +49,7 @@ class FSDPOptions:
     """Type in which gradients are sent and summed. None: float32, or that of parameters with a true precision."""
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         if isinstance(self.wrap, str) and self.wrap != "auto":
             raise ConfigError(
                 f"wrap={self.wrap!r}: must be 'auto', or a list of class names and of paths: [{self.wrap!r}]."

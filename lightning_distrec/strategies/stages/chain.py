@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_distrec.cluster.consensus import Consensus, RankFlags
 from lightning_distrec.errors import ConfigError, OptimizerError, UnsupportedError, did_you_mean
 from lightning_distrec.optimizers.zero_partition import KNOWN, updates_by_parameter
-from lightning_distrec.option_values import check_choice
+from lightning_distrec.option_values import check_choice, plain_fields
 from lightning_distrec.strategies.data_parallel.gradient_exchange import sparse_weights
 from lightning_distrec.strategies.fully_sharded.shard_blocks import refuse_lazy
 from lightning_distrec.strategies.fully_sharded.shards import refuse_stale
@@ -43,6 +43,7 @@ class StageOptions:
     last_stage: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         for name in ("microbatches", "stages_per_rank"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1.")

@@ -79,6 +79,7 @@ def set_up_tables(inputs: SetUpInputs) -> RunTables | None:
             rank_zero_warn(warning)
         if not decisions.tables:
             return None
+        _ = inputs.output_dtype  # raises before anything is sharded; alike on all ranks
         # Ids are counted on all ranks as soon as one rank asks for it: counting is a collective.
         if inputs.fits and counts_ids:
             decisions = replace(decisions, constraints=with_counted_ids(inputs, decisions))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, get_args
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -14,7 +15,7 @@ from lightning_distrec._compat.lightning import given_train_loaders
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.optimizers.table_optimizer import parse_table_optimizer
-from lightning_distrec.option_values import check_choice
+from lightning_distrec.option_values import check_choice, plain_fields
 from lightning_distrec.prefetch.peek import loaders_in
 from lightning_distrec.sharding.lookup.lookup_setup import CheckIds
 from lightning_distrec.sharding.plain_embeddings import Conversion
@@ -23,6 +24,7 @@ from lightning_distrec.sharding.planning.table_options import PlanningOptions, T
 from lightning_distrec.sharding.sharders import QuantizedComms
 from lightning_distrec.sharding.sharding_groups import NodeLayout, ShardingGroupOptions, ShardingGroups
 from lightning_distrec.strategies.data_parallel.loss_weight import LossReduction
+from lightning_distrec.strategies.run.precision import output_dtype
 
 ASSUMED_BATCH_SIZE = 512
 """torchrec's own, where no batch size is known."""
@@ -46,6 +48,7 @@ class TableSettings:
     groups: ShardingGroupOptions = field(default_factory=ShardingGroupOptions)
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         check_choice("check_ids", self.check_ids, get_args(CheckIds))
         if self.default_options.optimizer is not None:
             parse_table_optimizer("table_optimizer", self.default_options.optimizer)
@@ -84,10 +87,13 @@ class SetUpInputs:
     layout: NodeLayout
     """Of all ranks."""
     groups: ShardingGroups
-    output_dtype: torch.dtype | None
-    """The type of looked up rows; None for the kernels' own."""
     shards_dense: bool
     """Whether layers without tables are sharded too."""
+
+    @cached_property
+    def output_dtype(self) -> torch.dtype | None:
+        """The type of looked up rows; None for the kernels' own. Raises UnsupportedError: there is no such kernel."""
+        return output_dtype(str(self.trainer.precision))
 
     @cached_property
     def group_layout(self) -> NodeLayout:
@@ -119,4 +125,4 @@ def with_batch_size(settings: TableSettings, trainer: Trainer, module: Lightning
 
 def is_size(value: Any) -> bool:
     """Whether this is a batch size."""
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value > 0)

@@ -196,5 +196,5 @@ def _without_tables() -> str:
 
 def test_a_module_without_tables_is_pointed_to_its_strategy() -> None:
     for message in run_on_warm_ranks(_without_tables, 2):
-        assert "dense='fsdp': the module has no embedding tables" in message
+        assert "dense='fsdp': no embedding table of the module is sharded" in message
         assert "strategy='fsdp_tuned'" in message
