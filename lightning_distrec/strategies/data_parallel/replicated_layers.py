@@ -177,9 +177,9 @@ class ReplicaCheck:
                     raise OptimizerError(
                         f"{self._unused_layers()}'{name}' is no longer the same on all ranks after {steps} steps: its "
                         f"sum is {local_total:.7g} on rank {self._ranks.rank} and {total:.7g} on rank {rank}. Causes: "
-                        "a norm over this rank's shards (clip with gradient_clip_val or self.clip_gradients), layers "
-                        "that the loss of a step does not use (set find_unused_parameters=True of the strategy), "
-                        "updates that depend on the rank, or loss.backward() in place of self.manual_backward."
+                        "layers that the loss of a step does not use (set find_unused_parameters=True of the "
+                        "strategy), a norm over this rank's shards (clip with gradient_clip_val or self.clip_gradients)"
+                        ", updates that depend on the rank, or loss.backward() in place of self.manual_backward."
                     )
 
     def _unused_layers(self) -> str:

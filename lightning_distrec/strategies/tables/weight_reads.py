@@ -1,10 +1,12 @@
 """Finds the embeddings whose weight the module's own code reads, by its source: tied output layers, for example."""
 
 import ast
+import dis
 import inspect
 import textwrap
 from collections.abc import Mapping
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -51,16 +53,48 @@ def _find_reads(kind: type) -> list[tuple[str, tuple[str, ...]]]:
             # By source, since a trial run would have side effects, and reads behind a branch would be missed.
             tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
         except (OSError, TypeError, SyntaxError, IndentationError):  # made at run time
+            reads += [(name, chain) for chain in _chains_in_code(function)]
             continue
         parents = {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
+        variables = _variables(tree)
         for node in ast.walk(tree):
-            chain = _chain(node)
+            chain = _chain(node, variables)
             if chain and chain[-1] == "weight" and not _is_harmless(node, parents):
                 reads.append((name, chain[:-1]))
     return reads
 
 
-def _chain(node: ast.AST) -> tuple[str, ...]:
+def _variables(tree: ast.AST) -> dict[str, tuple[str, ...]]:
+    """Return the local variables that are children of `self`: `table = self.items`, `for table in self.all`."""
+    variables: dict[str, tuple[str, ...]] = {"self": ()}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            if chain := _chain(node.value, variables):
+                variables[node.targets[0].id] = chain
+        elif isinstance(node, (ast.For, ast.comprehension)) and isinstance(node.target, ast.Name):
+            values = node.iter
+            if isinstance(values, ast.Call) and isinstance(values.func, ast.Attribute):  # of a ModuleDict
+                values = values.func.value
+            if chain := _chain(values, variables):
+                variables[node.target.id] = (*chain, ANY)
+    return variables
+
+
+def _chains_in_code(function: Any) -> list[tuple[str, ...]]:
+    """Return the chains before each read of `.weight` in a function without source: in `python -`, for example."""
+    chains, names = [], list[str]()
+    instructions = list(dis.get_instructions(function))
+    for instruction, following in pairwise(instructions):
+        if instruction.opname != "LOAD_ATTR":
+            names = []
+        elif instruction.argval != "weight":
+            names.append(instruction.argval)
+        elif names and following.argval not in HARMLESS | SUMS:
+            chains.append(tuple(names))
+    return chains
+
+
+def _chain(node: ast.AST, variables: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
     """Return ("tables", ANY, "weight") for `self.tables[i].weight`, () for what is none."""
     names: list[str] = []
     while isinstance(node, (ast.Attribute, ast.Subscript)):
@@ -69,7 +103,7 @@ def _chain(node: ast.AST) -> tuple[str, ...]:
         else:
             names.append(str(node.slice.value) if isinstance(node.slice, ast.Constant) else ANY)
         node = node.value
-    return tuple(reversed(names)) if isinstance(node, ast.Name) and node.id == "self" else ()
+    return (*variables[node.id], *reversed(names)) if isinstance(node, ast.Name) and node.id in variables else ()
 
 
 def _is_harmless(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:

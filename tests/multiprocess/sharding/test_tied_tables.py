@@ -1,5 +1,7 @@
 """Tables whose weights are read in the step: gathered from all ranks on request, with the numbers of one process."""
 
+import logging
+import logging.handlers
 import re
 import warnings
 from typing import Any
@@ -16,6 +18,7 @@ from tests.support.tied_models import LightGCN, TiedSASRec
 from tests.support.trainers import make_trainer
 
 STEPS = 4
+POSITIONS = {"position_embedding": {"replicated": True}}
 GATHERED = {"*": {"gathered_weight": True}}
 MODELS: dict[str, tuple[type, Any, dict[str, Any]]] = {
     "sasrec": (TiedSASRec, sequences, {"convert_embeddings": ["item_embedding"]}),
@@ -69,11 +72,20 @@ def _left_whole(strategy: dict[str, Any]) -> tuple[list[str], list[str], dict[st
     model = seeded(TiedSASRec)
     trainer = make_trainer(strategy)
     sharded: list[str] = []
-    model.on_train_start = lambda: sharded.extend(trainer.strategy.run_tables.updates)  # type: ignore[method-assign, attr-defined]
+
+    def note_sharded() -> None:
+        tables = trainer.strategy.run_tables  # type: ignore[attr-defined]
+        sharded.extend([] if tables is None else tables.updates)
+
+    model.on_train_start = note_sharded  # type: ignore[method-assign]
+    logger, handler = logging.getLogger("lightning.pytorch"), logging.handlers.BufferingHandler(10**6)
+    logger.addHandler(handler)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(model, loader([sequences(step, rank) for step in range(STEPS)]))
-    return [str(warning.message) for warning in caught], sharded, whole_state(model)
+    logger.removeHandler(handler)
+    lines = [record.getMessage() for record in handler.buffer]
+    return [str(warning.message) for warning in caught] + lines, sharded, whole_state(model)
 
 
 def test_tables_whose_weight_is_read_stay_on_every_rank_unless_they_are_gathered() -> None:
@@ -82,7 +94,15 @@ def test_tables_whose_weight_is_read_stay_on_every_rank_unless_they_are_gathered
     message = "'item_embedding' is not sharded, every rank has all of it: its weight is read in TiedSASRec."
     assert [text for text in texts if text.startswith(message) and "{'gathered_weight': True}" in text]
     batches = [[sequences(step, rank) for rank in range(2)] for step in range(STEPS)]
-    assert too_far(state, train_unsharded(seeded(TiedSASRec), batches).state_dict(), 1e-5) == {}
+    expected = train_unsharded(seeded(TiedSASRec), batches).state_dict()
+    assert too_far(state, expected, 1e-5) == {}
+    # Where it is the only table, nothing is sharded, and no line denies that there is one.
+    texts, sharded, state = run_on_warm_ranks(_left_whole, 2, {"convert_embeddings": "all", "tables": POSITIONS})[0]
+    assert sharded == []
+    assert [text for text in texts if text.startswith(message)]
+    assert "torchrec_sharded: no embedding table is sharded; the module trains as under plain DDP." in texts
+    assert not any("has no embedding tables" in text for text in texts)
+    assert too_far(state, expected, 1e-5) == {}
 
 
 def test_a_named_table_whose_weight_is_read_is_named_before_the_step_that_raises() -> None:

@@ -11,7 +11,9 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from lightning_distrec.errors import UnsupportedError
 from tests.support.click_model import ClickModel, SequenceModel, bag_configs, rank_loader, seeded, train_sharded
+from tests.support.embedding_models import TwoTower, loader, pairs, too_far, train_unsharded
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
 
@@ -187,6 +189,30 @@ def test_modules_that_cannot_be_sharded_are_left_alone_with_one_warning() -> Non
     assert reported == [f"'debugged' {reason}."]
     assert silent == []
     assert reason in " ".join(start_table.split())
+
+
+def _double(convert: str) -> Any:
+    model = seeded(TwoTower)
+    rank, _ = rank_and_num_ranks()
+    trainer = make_trainer({"convert_embeddings": convert}, precision="64-true")
+    try:
+        trainer.fit(model, loader([pairs(step, rank) for step in range(3)]))
+    except UnsupportedError as error:
+        return str(error)
+    return model.state_dict()
+
+
+def test_float64_is_refused_where_a_table_is_sharded_only() -> None:
+    (state, message), _ = run_on_warm_ranks(_call_both, 2)
+    assert re.match(r"Trainer\(precision='64-true'\): FBGEMM has no float64 tables", message)
+    batches = [[pairs(step, rank) for rank in range(2)] for step in range(3)]
+    expected = train_unsharded(seeded(TwoTower).double(), batches).state_dict()
+    assert all(value.dtype == torch.float64 for value in state.values())
+    assert too_far(state, expected, 1e-12) == {}
+
+
+def _call_both() -> tuple[Any, Any]:
+    return _double("none"), _double("all")
 
 
 def _updates_by_itself() -> str:

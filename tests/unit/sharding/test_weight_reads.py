@@ -1,5 +1,7 @@
 """Which embeddings' weights a module reads, as far as its source shows."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from lightning_distrec.strategies.tables.weight_reads import weight_reads
@@ -41,6 +43,17 @@ class Chosen(Features):
         return self.named[self.item].weight
 
 
+class Aliased(Features):
+    """Reads weights by way of local variables."""
+
+    def by_variables(self, ids: Tensor) -> Tensor:
+        first = self.looked_up
+        total = first.weight[ids].sum()
+        for table in self.numbered:
+            total = total + table.weight.shape[0]
+        return total + sum(table.weight.T.sum() for table in self.named.values())
+
+
 def _reads(model: Features) -> dict[str, str]:
     actual = weight_reads(model)
     return {name: actual[id(child)] for name, child in model.named_modules() if id(child) in actual}
@@ -51,3 +64,24 @@ def test_weights_that_are_read_are_found_by_name_by_place_and_in_properties() ->
     expected |= {"codes": "Codes.similar", "named.user": "Features.user_weight"}
     assert _reads(Features()) == expected
     assert _reads(Chosen()) == expected | {"named.item": "Chosen.chosen", "named.user": "Chosen.chosen"}
+
+
+def test_weights_that_are_read_through_variables_are_found() -> None:
+    reads = _reads(Aliased())
+    assert reads["looked_up"] == "Aliased.by_variables"
+    assert reads["named.item"] == "Aliased.by_variables"
+
+
+def test_weights_that_are_read_by_code_without_source_are_found() -> None:
+    names: dict[str, Any] = {"nn": nn, "__name__": "typed"}
+    exec(  # noqa: S102
+        "class Typed(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.item, self.user = nn.Embedding(9, 8), nn.Embedding(9, 8)\n"
+        "    def forward(self, ids):\n"
+        "        return self.item(ids) @ self.item.weight.T + self.user(ids) @ self.user.weight.norm()\n",
+        names,
+    )
+    module = names["Typed"]()
+    assert weight_reads(module) == {id(module.item): "Typed.forward"}
