@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
     from lightning_distrec.cluster.environment import LaunchedRanks
     from lightning_distrec.prefetch.prefetcher import PrefetchOptions
-    from lightning_distrec.sharding.collective_reads import sharded_l2
     from lightning_distrec.sharding.meta_tables import meta_tables
     from lightning_distrec.sharding.planning.bandwidths import Bandwidths
     from lightning_distrec.sharding.planning.table_options import PlanningOptions, TableOptions
     from lightning_distrec.sharding.sharders import QuantizedComms
     from lightning_distrec.sharding.sharding_groups import ShardingGroupOptions
+    from lightning_distrec.sharding.weights.collective_reads import sharded_l2
     from lightning_distrec.strategies.data_parallel.gradient_exchange import PowerSGDOptions
     from lightning_distrec.strategies.ddp import TunedDDPStrategy
     from lightning_distrec.strategies.fsdp import TunedFSDPStrategy
@@ -92,7 +92,7 @@ _HOMES = {
     "TunedDDPStrategy": "lightning_distrec.strategies.ddp",
     "TunedFSDPStrategy": "lightning_distrec.strategies.fsdp",
     "meta_tables": "lightning_distrec.sharding.meta_tables",
-    "sharded_l2": "lightning_distrec.sharding.collective_reads",
+    "sharded_l2": "lightning_distrec.sharding.weights.collective_reads",
 }
 
 

@@ -27,9 +27,9 @@ from lightning_distrec._compat.tensors import (
 )
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.host_memory import free_bytes
-from lightning_distrec.sharding.shard_access import without_guard
-from lightning_distrec.sharding.shard_weight import DESCRIBES, SHAPES, VALUES, is_called_by_us
 from lightning_distrec.sharding.weight_writes import Draw, NeedsRows, Place, Record, Write
+from lightning_distrec.sharding.weights.shard_access import without_guard
+from lightning_distrec.sharding.weights.shard_weight import DESCRIBES, SHAPES, VALUES, is_called_by_us
 from lightning_distrec.units import format_bytes
 
 NEED_ROWS = frozenset({

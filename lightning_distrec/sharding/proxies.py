@@ -21,8 +21,8 @@ from lightning_distrec._compat.torch import share_hooks
 from lightning_distrec.errors import IdsError, ShardedWeightError, ShardingError
 from lightning_distrec.sharding.calls import FEATURE, bags_call, rows_call
 from lightning_distrec.sharding.mapping.state import HoldsMappings
-from lightning_distrec.sharding.shard_access import refusal
-from lightning_distrec.sharding.shard_weight import ShardWeight
+from lightning_distrec.sharding.weights.shard_access import refusal
+from lightning_distrec.sharding.weights.shard_weight import ShardWeight
 from lightning_distrec.unpicklable import refuse_module, refuse_pickling
 
 

@@ -28,7 +28,7 @@ from lightning_distrec import gpu
 from lightning_distrec._compat.tensors import mark_coalesced
 from lightning_distrec._compat.torch import versions_of
 from lightning_distrec.errors import OptimizerError
-from lightning_distrec.sharding.shard_access import without_guard, without_guards
+from lightning_distrec.sharding.weights.shard_access import without_guard, without_guards
 
 HALF = (torch.float16, torch.bfloat16)
 

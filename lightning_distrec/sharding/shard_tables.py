@@ -35,7 +35,6 @@ from lightning_distrec._compat.torchrec_collisions import (
 )
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.host_memory import release_pages
-from lightning_distrec.sharding.collective_reads import Gathering
 from lightning_distrec.sharding.initial_weights import (
     TableShard,
     chunks_of,
@@ -58,12 +57,13 @@ from lightning_distrec.sharding.mapping.state import (
 from lightning_distrec.sharding.meta_weight import stop_recording
 from lightning_distrec.sharding.proxies import ProxyWeight, ShardedProxy, make_proxy
 from lightning_distrec.sharding.row_gradients import LocalShard, local_shards_of
-from lightning_distrec.sharding.shard_access import GuardedTable, rewriting, watch_caches
-from lightning_distrec.sharding.shard_weight import guard
 from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.sharding.sharders import QuantizedComms, ShardingByTable, sharder_of
 from lightning_distrec.sharding.sharding_groups import ShardingGroups
 from lightning_distrec.sharding.tables import Table, managed_module
+from lightning_distrec.sharding.weights.collective_reads import Gathering
+from lightning_distrec.sharding.weights.shard_access import GuardedTable, rewriting, watch_caches
+from lightning_distrec.sharding.weights.shard_weight import guard
 from lightning_distrec.unpicklable import refuse_pickling
 
 FusedArguments = Mapping[str, tuple[dict[str, Any], str]]

@@ -22,10 +22,10 @@ from lightning_distrec.sharding.initial_weights import (
 from lightning_distrec.sharding.mapping.state import AnyMapping
 from lightning_distrec.sharding.proxies import ShardedProxy, replace_modules, replaced
 from lightning_distrec.sharding.row_gradients import LocalShard, give_gradients
-from lightning_distrec.sharding.shard_access import SharedState, rewriting
 from lightning_distrec.sharding.sharders import ShardingByTable
 from lightning_distrec.sharding.sharding_groups import ShardingGroups, do_nothing
 from lightning_distrec.sharding.tables import Table
+from lightning_distrec.sharding.weights.shard_access import SharedState, rewriting
 
 
 class ShardedTables:

@@ -23,10 +23,10 @@ from lightning_distrec.sharding.lookup.lookup_setup import CheckIds
 from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.sharding.plain_embeddings import Conversion, Convert
 from lightning_distrec.sharding.planning.table_options import EmbeddingUpdate, PlanningOptions, TableOptions
-from lightning_distrec.sharding.shard_access import plain_shards
 from lightning_distrec.sharding.sharders import QuantizedComms
 from lightning_distrec.sharding.sharding_groups import NodeLayout, ShardingGroupOptions
 from lightning_distrec.sharding.torchrec_objects import as_comms, refuse_keywords
+from lightning_distrec.sharding.weights.shard_access import plain_shards
 from lightning_distrec.strategies.data_parallel.loss_weight import LossReduction
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions, make_mesh
 from lightning_distrec.strategies.fully_sharded.shards import drop_unfinished_step, refuse_sharded

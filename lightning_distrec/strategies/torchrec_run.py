@@ -24,11 +24,11 @@ from lightning_distrec.prefetch.even_batches import EndPolicy
 from lightning_distrec.prefetch.fetcher import ReadyBatch
 from lightning_distrec.prefetch.prefetcher import PrefetchOptions
 from lightning_distrec.prefetch.step_calls import LookupCounts
-from lightning_distrec.sharding.shard_access import plain_shards, without_guard
 from lightning_distrec.sharding.shard_tables import unshard_mappings
-from lightning_distrec.sharding.shard_weight import is_elementwise_optimizer
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from lightning_distrec.sharding.sharding_groups import NodeLayout, make_groups
+from lightning_distrec.sharding.weights.shard_access import plain_shards, without_guard
+from lightning_distrec.sharding.weights.shard_weight import is_elementwise_optimizer
 from lightning_distrec.strategies.data_parallel.replicated_layers import BroadcastSkipper, NoBroadcasts
 from lightning_distrec.strategies.data_parallel.unreached_loss import UnreachedLoss
 from lightning_distrec.strategies.fully_sharded.copies import unshard_module

@@ -338,7 +338,7 @@ BREAKAGES = (
     # ---- GPUs, on emulated streams and with an emulated cache
     Breakage(
         "cache-not-emptied",
-        "lightning_distrec/sharding/shard_access.py",
+        "lightning_distrec/sharding/weights/shard_access.py",
         r"kernel\.reset_cache_states\(\)",
         "pass",
         "Rows of fused_uvm_caching tables that were loaded are not those that are looked up.",
@@ -346,7 +346,7 @@ BREAKAGES = (
     ),
     Breakage(
         "cache-not-written-back",
-        "lightning_distrec/sharding/shard_access.py",
+        "lightning_distrec/sharding/weights/shard_access.py",
         r"kernel\.flush\(\)",
         "pass",
         "Averages of fused_uvm_caching tables are of old rows.",
@@ -492,8 +492,8 @@ BREAKAGES = (
     Breakage(
         "guarded-gradients",
         "lightning_distrec/sharding",
-        r"_wrap\(func\(\*args\), place if name == \"data\" else .*\)\)",
-        "func(*args)",
+        r"return _wrap\(value, place if name == \"data\" else .*\)\)",
+        "return value",
         "Norms of a rank's own shards, and of their gradients, pass for those of the tables.",
         ("multiprocess/sharding/test_sharded_weights.py",),
     ),
@@ -883,9 +883,17 @@ BREAKAGES = (
         ("recipes/test_movielens_data.py",),
     ),
     Breakage(
+        "shards-in-programs-over-a-weight",
+        "lightning_distrec/sharding/weights",
+        r"if place\.table\.state\.in_step:\s+return True",
+        "",
+        "What a step computes of a gathered weight, by index and by element, has a part of its gradient, silently.",
+        ("multiprocess/sharding/test_weight_programs.py",),
+    ),
+    Breakage(
         "l2-of-unequal-batches",
         "lightning_distrec/sharding",
-        r"factor = 2\.0 \* gradient / [\w.]+",
+        r"factor = 2\.0 \* mean_gradient\(gradient, [\w.]+\)",
         "factor = 2.0 * gradient",
         "An L2 term pulls shards by the rank's share of the examples, where batches are unequal.",
         ("multiprocess/sharding/test_sharded_l2.py",),

@@ -21,6 +21,7 @@ SHARDING = {
     "sharding/mapping",
     "sharding/lookup",
     "sharding/planning",
+    "sharding/weights",
 }
 CHECKPOINT = {"checkpoint", "checkpoint/tools"}
 BELOW_STRATEGIES = GROUND | SHARDING | {"cluster"} | CHECKPOINT | {"prefetch", "optimizers"}
@@ -61,8 +62,9 @@ MAY_IMPORT = {
     "checkpoint/tools": GROUND | {"checkpoint"},
     "cluster": GROUND,
     "sharding/mapping": GROUND,
-    "sharding": GROUND | {"sharding/mapping"},
-    "sharding/lookup": GROUND | {"sharding", "sharding/mapping"},
+    "sharding/weights": GROUND,
+    "sharding": GROUND | {"sharding/mapping", "sharding/weights"},
+    "sharding/lookup": GROUND | {"sharding", "sharding/mapping", "sharding/weights"},
     "sharding/planning": GROUND | {"sharding"},
     "strategies/checkpoints": BELOW_STRATEGIES,
     "strategies/run": BELOW_STRATEGIES | {"strategies/checkpoints", "strategies/data_parallel"},

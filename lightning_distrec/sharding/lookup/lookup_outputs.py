@@ -12,8 +12,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from lightning_distrec.sharding.lookup.lazy_outputs import BackwardOrder, PooledEmbeddings
 from lightning_distrec.sharding.lookup.lookup_setup import LookupSetup
 from lightning_distrec.sharding.lookup.request import LookupRequest
-from lightning_distrec.sharding.shard_access import without_guards
 from lightning_distrec.sharding.tables import output_names
+from lightning_distrec.sharding.weights.shard_access import without_guards
 
 NEEDS_GRADIENT = attrgetter("requires_grad")
 

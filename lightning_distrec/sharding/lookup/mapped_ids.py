@@ -17,7 +17,7 @@ from lightning_distrec.errors import ShardingError
 from lightning_distrec.sharding.lookup.jagged import with_ids
 from lightning_distrec.sharding.mapping.spec import RowsOfIds
 from lightning_distrec.sharding.row_gradients import LocalShard
-from lightning_distrec.sharding.shard_access import without_guards
+from lightning_distrec.sharding.weights.shard_access import without_guards
 
 States = Callable[[], list[tuple[Tensor, float]]]
 """Returns what optimizers keep of a shard by row, each with the value that it starts from."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_distrec.sharding.row_gradients import LocalShard
-from lightning_distrec.sharding.shard_access import without_guards
+from lightning_distrec.sharding.weights.shard_access import without_guards
 
 PENDING = 2**17
 """How many numbers of rows are gathered, 8 bytes each."""

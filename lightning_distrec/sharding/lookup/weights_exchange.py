@@ -21,7 +21,7 @@ from lightning_distrec.sharding.lookup.jagged import with_weights
 from lightning_distrec.sharding.lookup.lazy_outputs import SecondGradients
 from lightning_distrec.sharding.lookup.lookup_setup import LookupSetup
 from lightning_distrec.sharding.lookup.request import LookupRequest
-from lightning_distrec.sharding.shard_access import without_guards
+from lightning_distrec.sharding.weights.shard_access import without_guards
 
 # For all runs: torchrec's modules may outlive one.
 _hooked: WeakSet[nn.Module] = WeakSet()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_distrec._compat.lightning import AVERAGE
-from lightning_distrec.sharding.shard_access import rewriting, write_back
+from lightning_distrec.sharding.weights.shard_access import rewriting, write_back
 
 FullState = Callable[[], dict[str, Any]]
 """Collective. Returns the module's state_dict, with full tables on rank 0."""
@@ -45,7 +45,7 @@ class WeightCopies(nn.Module):
         # Under names of their own: those of the module have dots, which parameters may not have.
         for i, parameter in enumerate(module.parameters()):
             copied: Any = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-            if hasattr(parameter, "place"):  # a guarded shard (sharding/shard_weight.py); its copy is another
+            if hasattr(parameter, "place"):  # a guarded shard (sharding/weights/shard_weight.py); its copy is another
                 copied.__class__, copied.place = type(parameter), parameter.place
             self.register_parameter(f"p{i}", copied)
         for i, buffer in enumerate(module.buffers()):

@@ -11,8 +11,8 @@ from typing_extensions import override
 
 from lightning_distrec.errors import ConfigError, OptimizerError
 from lightning_distrec.sharding.row_gradients import LocalShard
-from lightning_distrec.sharding.shard_access import rewriting, without_guards
 from lightning_distrec.sharding.sharded_tables import ShardedTables, sharded_tables_of
+from lightning_distrec.sharding.weights.shard_access import rewriting, without_guards
 from lightning_distrec.strategies.run.checkpoint_hooks import Rows, check_call, check_memory, rows_of
 from lightning_distrec.strategies.run.strategy import AnyRun, DistRecStrategy
 from lightning_distrec.strategies.tables.mapped_tables import mapping_counts

@@ -37,7 +37,7 @@ from lightning_distrec.sharding.lookup.ids_exchange import start_exchange
 from lightning_distrec.sharding.lookup.request import LookupRequest
 from lightning_distrec.sharding.lookup.sharded_lookup import LookedUp, ShardedLookup
 from lightning_distrec.sharding.proxies import ShardedProxy
-from lightning_distrec.sharding.shard_access import without_guard
+from lightning_distrec.sharding.weights.shard_access import without_guard
 from lightning_distrec.strategies.tables.run_tables import RunTables
 
 KINDS = {

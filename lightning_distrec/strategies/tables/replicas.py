@@ -20,9 +20,9 @@ from lightning_distrec.sharding.lookup.touched_rows import TouchedRows
 from lightning_distrec.sharding.planning.table_options import TableOptions
 from lightning_distrec.sharding.replica_exchange import average_gradients, average_rows, union_of_rows
 from lightning_distrec.sharding.row_gradients import LocalShard
-from lightning_distrec.sharding.shard_access import rewriting, without_guards
 from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.sharding.sharding_groups import ShardingGroupOptions, ShardingGroups, do_nothing
+from lightning_distrec.sharding.weights.shard_access import rewriting, without_guards
 
 Updates = Mapping[str, TableUpdate]
 """Full name of a table -> what updates it."""

@@ -32,8 +32,8 @@ from lightning_distrec.sharding.planning.plan_file import PLAN_FILE, plan_text
 from lightning_distrec.sharding.planning.report_page import write_page, write_pictures
 from lightning_distrec.sharding.planning.report_pictures import can_draw, draw_plan
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
-from lightning_distrec.sharding.shard_access import without_guard, without_guards
 from lightning_distrec.sharding.sharded_tables import ShardedTables
+from lightning_distrec.sharding.weights.shard_access import without_guard, without_guards
 from lightning_distrec.strategies.data_parallel.loss_weight import LossWeight
 from lightning_distrec.strategies.data_parallel.replicated_layers import ReplicaCheck
 from lightning_distrec.strategies.tables.replicas import AveragedRows, ExchangedGradients, Replicas

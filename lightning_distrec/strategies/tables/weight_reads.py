@@ -19,7 +19,7 @@ HARMLESS = frozenset([
     *("shape", "size", "numel", "dim", "ndim", "dtype", "device"),
 ])
 SUMS = frozenset(["pow", "square", "abs", "norm", "sum", "mean"])
-"""What is exact on a shard, or over all ranks, without the full weight: see sharding/shard_weight.py."""
+"""What is exact on a shard, or over all ranks, without the full weight: see sharding/weights/shard_weight.py."""
 ANY = "*"
 """In the place of a name: any child, of a ModuleDict or ModuleList."""
 BEFORE_SHARDING = frozenset({"setup", "configure_model", "configure_optimizers", "reset_parameters", "prepare_data"})

@@ -28,7 +28,7 @@ from lightning_distrec.callbacks.sent_bytes import (
     print_table,
     sent_by_stage,
 )
-from lightning_distrec.sharding.shard_access import without_guards
+from lightning_distrec.sharding.weights.shard_access import without_guards
 from tests.support.chain_models import Transformer
 from tests.support.click_model import FEATURES, ClickModel, make_batch, seeded
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks

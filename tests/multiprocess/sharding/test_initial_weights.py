@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchrec import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from lightning_distrec.sharding.shard_access import without_guard
+from lightning_distrec.sharding.weights.shard_access import without_guard
 from tests.support.click_model import ClickModel, EvaluatedModel, rank_loader, seeded, train_sharded
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
 from tests.support.trainers import make_trainer

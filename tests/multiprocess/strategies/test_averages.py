@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_avg_fn
 
 from lightning_distrec.errors import ShardingError
-from lightning_distrec.sharding.shard_access import without_guard
+from lightning_distrec.sharding.weights.shard_access import without_guard
 from tests.support.click_model import (
     ClickModel,
     join_batches,

@@ -19,7 +19,7 @@ from lightning.pytorch.cli import LightningCLI
 from torch import nn
 
 from lightning_distrec.cli import command_line, fit_cli, main
-from lightning_distrec.sharding.shard_access import without_guard
+from lightning_distrec.sharding.weights.shard_access import without_guard
 from tests.support.checkpoint_folders import by_rows, write_folder
 from tests.support.limits import LIMIT_SECONDS
 

@@ -15,7 +15,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from lightning_distrec import meta_tables
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.sharding.meta_weight import give_rows_to_buffers, stop_recording, written_digest
-from lightning_distrec.sharding.shard_access import without_guard
+from lightning_distrec.sharding.weights.shard_access import without_guard
 
 ROWS, WIDTH = 23, 8
 PRETRAINED = torch.arange(ROWS * WIDTH, dtype=torch.float32).reshape(ROWS, WIDTH)

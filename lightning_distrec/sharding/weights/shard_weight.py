@@ -22,10 +22,16 @@ from torch.optim import Optimizer
 from lightning_distrec._compat.torch import use_foreach_for
 from lightning_distrec.errors import ShardedWeightError
 from lightning_distrec.host_memory import free_host_bytes
-from lightning_distrec.sharding.collective_reads import call_on_full
-from lightning_distrec.sharding.reductions import is_reduction, reduce_over_ranks
-from lightning_distrec.sharding.shard_access import GuardedTable, ShardPlace, rewriting, without_guard, write_back
-from lightning_distrec.sharding.shard_elements import (
+from lightning_distrec.sharding.weights.collective_reads import call_on_full
+from lightning_distrec.sharding.weights.reductions import is_reduction, reduce_over_ranks
+from lightning_distrec.sharding.weights.shard_access import (
+    GuardedTable,
+    ShardPlace,
+    rewriting,
+    without_guard,
+    write_back,
+)
+from lightning_distrec.sharding.weights.shard_elements import (
     compute,
     first_of,
     is_elementwise,

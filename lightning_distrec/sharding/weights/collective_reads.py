@@ -12,9 +12,15 @@ from torchrec.distributed.composable.table_batched_embedding_slice import TableB
 
 from lightning_distrec._compat.tensors import storage_key
 from lightning_distrec.errors import ShardingError
-from lightning_distrec.sharding.reductions import mean_gradient
-from lightning_distrec.sharding.shard_access import GuardedTable, SharedState, rewriting, without_guard, write_back
-from lightning_distrec.sharding.shard_elements import first_of, is_guarded, is_in_place
+from lightning_distrec.sharding.weights.reductions import mean_gradient
+from lightning_distrec.sharding.weights.shard_access import (
+    GuardedTable,
+    SharedState,
+    rewriting,
+    without_guard,
+    write_back,
+)
+from lightning_distrec.sharding.weights.shard_elements import first_of, is_guarded, is_in_place
 
 Rectangle = tuple[int, int, int, int]
 """First row, first column, number of rows, number of columns."""

@@ -7,8 +7,8 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_distrec.sharding.reductions import refuse_unequal, to_shard
-from lightning_distrec.sharding.shard_access import ShardPlace
+from lightning_distrec.sharding.weights.reductions import refuse_unequal, to_shard
+from lightning_distrec.sharding.weights.shard_access import ShardPlace
 
 
 def words(text: str) -> frozenset[str]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_distrec.sharding.shard_access import ShardPlace, SharedState, without_guard
+from lightning_distrec.sharding.weights.shard_access import ShardPlace, SharedState, without_guard
 
 NORMS = frozenset({"norm", "vector_norm", "linalg_vector_norm", "linalg_norm", "frobenius_norm"})
 WITHOUT_ZEROS = NORMS | {"sum", "mean", "any", "count_nonzero"}
