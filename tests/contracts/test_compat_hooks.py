@@ -10,10 +10,12 @@ import pytest
 import torch
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_distrec._compat import lightning as _lightning_hooks
+from lightning_distrec._compat.lightning import is_for_rank_zero
 
 OPTIONS: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 HOOKS = [name for name, hook in vars(pl.Callback).items() if name.startswith("on_") and callable(hook)]
@@ -121,3 +123,9 @@ def test_lightnings_command_line_reads_checkpoints_in_the_method_that_is_replace
     source = inspect.getsource(LightningCLI._parse_ckpt_path)
     assert "hyper_parameters" in source
     assert "self._parse_ckpt_path()" in inspect.getsource(LightningCLI.__init__)
+
+
+def test_code_that_is_for_rank_zero_alone_is_known_by_its_decorator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)
+    assert rank_zero_only(is_for_rank_zero)() is True
+    assert is_for_rank_zero() is False
