@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_distrec.sharding import shard_access, shard_tables
+from lightning_distrec.sharding import shard_tables
 from lightning_distrec.sharding.sharding_groups import ShardingGroups
+from lightning_distrec.sharding.weights import shard_access
 from lightning_distrec.sharding.weights.shard_access import GuardedTable, SharedState
 from lightning_distrec.sharding.weights.shard_weight import guard
 from lightning_distrec.strategies.run.lightning_callbacks import WeightCopies
