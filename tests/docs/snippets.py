@@ -13,7 +13,7 @@ Pages share a working folder. The files of all pages are written first, and the 
 | console | commands after "$ " are run; lines below them must be in the output, numbers apart |
 
 Of commands, `python` starts a process, and `lightning-distrec` is called; `fit` is not carried out, but its
-configuration is read as if it were.
+configuration is read as if it were. The process may take MEMORY_BYTES: tables larger than a machine must not be built.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ import io
 import json
 import os
 import re
+import resource
 import shlex
 import subprocess
 import sys
@@ -39,6 +40,7 @@ BLOCK = re.compile(
 )
 TRAINING = ("fit", "validate", "test", "predict")
 SECONDS = 300
+MEMORY_BYTES = 6 * 2**30
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ def blocks_of(page: str) -> Iterator[Block]:
 def main(results: Path, pages: list[Path]) -> None:
     """Run the pages in the working folder; `results` becomes page -> what failed in it."""
     sys.path.insert(0, os.getcwd())
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     for block in (block for page in pages for block in blocks_of(page.read_text("utf-8")) if block.file):
         Path(block.file).write_text(block.text)
     failures = {str(page): list(_failures_of(page)) for page in pages}

@@ -47,10 +47,13 @@ def test_the_check_finds_what_does_not_run(tmp_path):
         "```console\n$ lightning-distrec checkpoint inspect --help\nusage: lightning-distrec\nno such line\n```\n"
         "```console\n$ make nothing\n```\n"
         "<!-- not run: because -->\n```python\nraise ValueError\n```\n"
+        "```python\nimport torch\ntorch.empty(2**33)\n```\n"
     )
     actual = run_pages([page], tmp_path)[str(page)]
-    assert len(actual) == 5
+    assert len(actual) == 6
     for message, expected in zip(
-        actual, ("AssertionError", "'num_rows'", "no-such-option", "no such line", "cannot be run here"), strict=True
+        actual,
+        ("AssertionError", "'num_rows'", "no-such-option", "no such line", "cannot be run here", "allocate memory"),
+        strict=True,
     ):
         assert expected in message
