@@ -52,6 +52,12 @@ def free_weights(collection: Any) -> None:
     collection._device = torch.device("meta")
 
 
+def note_device(collection: Any) -> None:
+    """Let a collection that was built on meta, and has rows by now, know where they are."""
+    # Its `reset_parameters` would do nothing. Source: torchrec/modules/embedding_modules.py.
+    collection._device = next(collection.parameters()).device
+
+
 def wrapped_optimizer(wrapper: Any) -> Any:
     """Return the optimizer inside of a KeyedOptimizerWrapper. Source: torchrec/optim/keyed.py."""
     return wrapper._optimizer

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
+from lightning_distrec._compat.torchrec import note_device
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.host_memory import free_bytes
-from lightning_distrec.sharding.meta_weight import record_writes
+from lightning_distrec.sharding.meta_weight import can_have_rows, give_rows, record_writes
 from lightning_distrec.sharding.plain_embeddings import POOLINGS, Conversion, Convert, overridden_name
 from lightning_distrec.sharding.tables import odd_dim
 from lightning_distrec.units import format_bytes
@@ -52,6 +53,16 @@ def tables_on_meta(conversion: Conversion | None = None) -> Iterator[None]:
     finally:
         for kind, original in originals.items():
             kind.__init__ = original
+
+
+def give_rows_to_unsharded(root: nn.Module, sharded: Set[int]) -> None:
+    """Give all of its rows to each weight below `root` that has none yet. sharded: ids of those that need none."""
+    for parameter in root.parameters():
+        if id(parameter) not in sharded and can_have_rows(parameter):
+            give_rows(parameter)
+    for child in root.modules():
+        if type(child) in COLLECTIONS and child.device.type == "meta":
+            note_device(child)
 
 
 def _collection(original: Any, conversion: Conversion | None) -> Any:

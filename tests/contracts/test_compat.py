@@ -358,6 +358,17 @@ def test_keep_rows_undrawn_is_needed_and_keeps_both_collections_from_drawing() -
     assert _sharders_that_draw(undrawn=True) == [False, False]
 
 
+def test_a_collection_resets_its_parameters_where_note_device_says_that_they_are() -> None:
+    config = EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=8, feature_names=["a"])
+    bags = EmbeddingBagCollection([config], device=torch.device("meta"))
+    bags.embedding_bags["t"].weight = nn.Parameter(torch.full((8, 4), 7.0))
+    bags.reset_parameters()
+    assert bool((bags.embedding_bags["t"].weight == 7).all()), "it is needed"
+    _torchrec.note_device(bags)
+    bags.reset_parameters()
+    assert not bool((bags.embedding_bags["t"].weight == 7).any())
+
+
 def test_keep_rows_undrawn_makes_zeros_that_take_no_memory() -> None:
     def resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

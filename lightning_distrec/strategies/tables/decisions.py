@@ -23,7 +23,8 @@ from lightning_distrec.optimizers.updates_in_backward import (
     refuse_inexact_in_backward,
     refuse_inexact_settings,
 )
-from lightning_distrec.sharding.meta_weight import can_have_rows, give_rows, give_rows_to_buffers
+from lightning_distrec.sharding.meta_tables import give_rows_to_unsharded
+from lightning_distrec.sharding.meta_weight import can_have_rows, give_rows_to_buffers
 from lightning_distrec.sharding.plain_embeddings import NO_CONVERSION
 from lightning_distrec.sharding.planning.constraints import (
     TableConstraints,
@@ -145,10 +146,7 @@ def select_tables(
         if name not in table_options
     }
     read = {name: method for name, method in read.items() if name in table_options}
-    sharded_weights = {id(table.parameter) for table in tables}
-    for parameter in module.parameters():
-        if id(parameter) not in sharded_weights and can_have_rows(parameter):
-            give_rows(parameter)
+    give_rows_to_unsharded(module, {id(table.parameter) for table in tables})
     return SelectedTables(tables, table_options, left_alone, replicated, read)
 
 
