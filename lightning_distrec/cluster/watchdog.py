@@ -90,10 +90,10 @@ class Watchdog:
         self._progress, self._answer = _wait_at_end, {}
         return f"end of run {self._state['started']}"
 
-    def look_for_failures(self, waited: float) -> None:
-        """Raise RankError: a rank has failed, or is gone, or waits for this one. waited: seconds at the end so far."""
+    def look_for_failures(self, seconds: float, _: int) -> None:
+        """Raise RankError: a rank has failed, or is gone, or waits for this one. seconds: at the end so far."""
         # Ranks seldom end at the same moment, and all ranks answer to one that asks.
-        if waited > ASK_AFTER_SECONDS and not self._state.get("is_asking"):
+        if seconds > ASK_AFTER_SECONDS and not self._state.get("is_asking"):
             self.send(is_asking=True)
         if verdict := self._answer.get("verdict"):
             raise RankError(f"{verdict}.")

@@ -203,7 +203,8 @@ class Monitor:
             await asyncio.sleep(TICK_SECONDS)
             self._tick()
         for _ in range(round(LINGER_SECONDS / TICK_SECONDS)):
-            if self._hub.is_needed:
+            # A rank may be gone before its process has been connected, by which the hub learns of it.
+            if self._hub.is_needed or (self._state.is_gone and self._writer is None):
                 await asyncio.sleep(TICK_SECONDS)
                 self._hub.tick()
         for task in tasks:

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_distrec import TorchRecShardedStrategy
-from lightning_distrec.cluster import rendezvous
 from lightning_distrec.strategies.run import process_runs
 from tests.support.launched_script import Clicks, Numbered
 
@@ -137,7 +136,8 @@ class Faulty(Clicks):
 def fail_at_start(place: str) -> None:
     """Let this rank be killed while the ranks meet: at the first contact, or around init_process_group."""
     if place == "at the first contact":
-        rendezvous._wait_for_all = lambda *_: _kill()  # type: ignore[assignment]
+        start = process_runs.PROCESS.start_watchdog
+        process_runs.PROCESS.start_watchdog = lambda *args: (start(*args), _kill())  # type: ignore[assignment, return-value]
     elif place == "before the process group":
         dist.init_process_group = lambda *_, **__: _kill()
     elif place == "after the process group":

@@ -2,7 +2,9 @@
 
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from math import inf
 
 import torch.distributed as dist
 
@@ -17,11 +19,26 @@ NOTE_SECONDS = 10.0
 _RUNS = "lightning_distrec/runs/"
 
 
+def wait_for_all(place: str, limit_seconds: float, look: Callable[[float, int], object]) -> None:
+    """Wait for all ranks to come to a place, up to a time: one may be gone, or may wait for this one in a collective.
+
+    By the process group's store, and not by a collective: ranks that have gone on to something else would match its
+    messages with their own. look: called with the seconds waited and the number of ranks so far; ends the wait by what
+    it raises.
+    """
+    store, num_ranks, begin, pause = default_store(), dist.get_world_size(), time.monotonic(), 0.0002
+    num_arrived = store.add(place, 1)
+    while num_arrived < num_ranks and (seconds := time.monotonic() - begin) < limit_seconds:
+        look(seconds, num_arrived)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.02)
+        num_arrived = store.add(place, 0)
+
+
 class CallsOutside:
     """Meets the other ranks before each call of a sharded module outside of runs; one for a process.
 
-    By the process group's store, and not by a collective: ranks that have gone on to something else would match its
-    messages with their own. All ranks have the same runs, in the same order.
+    All ranks have the same runs, in the same order.
     """
 
     def __init__(self) -> None:
@@ -42,19 +59,17 @@ class CallsOutside:
         if num_ranks == 1:
             return
         self._num_calls += 1
-        store, key = default_store(), f"{_RUNS}{self._num_runs}/{self._num_calls}/{path}"
-        begin, has_noted, pause = time.monotonic(), False, 0.0002
-        num_arrived = store.add(key, 1)
-        while num_arrived < num_ranks:
-            seconds = time.monotonic() - begin
+        store, has_noted = default_store(), False
+
+        def look(seconds: float, num_arrived: int) -> None:
+            nonlocal has_noted
             if reason := self._obstacle(store, seconds):
                 raise ShardingError(_refusal(path, num_arrived, num_ranks, reason))
             if seconds > NOTE_SECONDS and not has_noted:
                 has_noted = True
                 print(f"Waiting for all ranks to call '{path}', which is sharded over them.", file=sys.stderr)
-            time.sleep(pause)
-            pause = min(2 * pause, 0.02)
-            num_arrived = store.add(key, 0)
+
+        wait_for_all(f"{_RUNS}{self._num_runs}/{self._num_calls}/{path}", inf, look)
 
     def _obstacle(self, store: dist.Store, seconds: float) -> str:
         if store.add(f"{_RUNS}{self._num_runs + 1}", 0):

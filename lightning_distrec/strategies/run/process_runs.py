@@ -9,7 +9,6 @@ import atexit
 import gc
 import os
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,14 +20,14 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_distrec._compat.torch import abort_process_groups, collective_counts, default_store
+from lightning_distrec._compat.torch import abort_process_groups, collective_counts
 from lightning_distrec.cluster.consensus import forget_consensus
 from lightning_distrec.cluster.introduction import LOOPBACK, listen_at
 from lightning_distrec.cluster.rendezvous import MeetingPoint
 from lightning_distrec.cluster.watchdog import Watchdog
 from lightning_distrec.cluster.watchdog_messages import Settings
 from lightning_distrec.errors import ConfigError, RankError
-from lightning_distrec.strategies.run.calls_outside import FAREWELL, CallsOutside
+from lightning_distrec.strategies.run.calls_outside import FAREWELL, CallsOutside, wait_for_all
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,6 @@ class Waits:
 
 
 FAREWELL_SECONDS = 10.0
-MAX_PAUSE_SECONDS = 0.05
 
 
 class ProcessRuns:
@@ -164,7 +162,7 @@ class ProcessRuns:
             if dist.is_available() and dist.is_initialized():
                 if not has_failed and dist.get_backend() == "gloo" and dist.get_world_size() > 1:
                     with suppress(RuntimeError):  # rank 0 has seen all ranks, and ended
-                        _wait_for_all(FAREWELL, FAREWELL_SECONDS)
+                        wait_for_all(FAREWELL, FAREWELL_SECONDS, lambda *_: None)
                 dist.destroy_process_group()
 
     def _meet_at_end(self, watchdog: Watchdog, timeout_seconds: float) -> None:
@@ -173,7 +171,7 @@ class ProcessRuns:
         Otherwise nobody would miss a rank that fails after its last exchange: the others would end well.
         """
         try:
-            _wait_for_all(watchdog.begin_end(), timeout_seconds, watchdog.look_for_failures)
+            wait_for_all(watchdog.begin_end(), timeout_seconds, watchdog.look_for_failures)
         except RankError:
             raise
         except RuntimeError as failure:  # rank 0, whose process holds the store, has seen all ranks and ended, or died
@@ -187,21 +185,6 @@ class ProcessRuns:
 
 
 PROCESS = ProcessRuns()
-
-
-def _wait_for_all(place: str, seconds: float, look: Callable[[float], None] = lambda _: None) -> None:
-    """Wait for all ranks, for a bounded time: one may be gone, or may wait for this one in a collective.
-
-    By the store, and not by a barrier: a rank in another collective would match the barrier's messages with its own.
-    look: called now and then, with the seconds waited so far.
-    """
-    store, num_ranks, began, pause_seconds = default_store(), dist.get_world_size(), time.monotonic(), 0.001
-    num_arrived = store.add(place, 1)
-    while num_arrived < num_ranks and (waited := time.monotonic() - began) < seconds:
-        look(waited)
-        time.sleep(pause_seconds)
-        pause_seconds = min(2 * pause_seconds, MAX_PAUSE_SECONDS)
-        num_arrived = store.add(place, 0)
 
 
 def describe_progress(trainer: Trainer) -> str:
