@@ -113,8 +113,7 @@ def _slurm(add: Adder) -> None:
     add("--account", type=str, default="", help="Charge this account; empty: Slurm's default.")
     add("--signal-seconds", type=int, default=120, help="Save a checkpoint this many seconds before the time limit.")
     add("--job-name", type=str, default="", help="Name the job; empty: the folder of the first YAML file.")
-    # argparse formats help texts by %.
-    add("--error", type=str, default="", help="Write stderr to this file, such as %%x-%%j.err; empty: into the log.")
+    add("--error", type=str, default="", help="Write stderr to this file, as in sbatch; empty: into the log.")
     add("--setup", type=str, action="append", help='Run this line first: "module load cuda"; repeat for others.')
     add("--sbatch", type=str, action="append", help='Add this option, such as "qos=high"; repeat for others.')
     launcher = "Start ranks with srun, or with one torchrun on each node, which starts them again after a failure."
@@ -139,7 +138,7 @@ def _export(add: Adder) -> None:
         "quantized: the same with rows of 8 or 4 bits. Both need --config. safetensors: what *.safetensors names, too.",
     )
     add("--config", action="append", help="The YAML that `fit` was given, for formats that are folders; repeatable.")
-    add("--bits", type=int, choices=[8, 4], help="Bits of a number in quantized rows. Default: 8.")
+    add("--bits", type=Literal[8, 4] | None, help="Bits of a number in quantized rows. Default: 8.")
     pickles = "Read a checkpoint saved with `checkpoint: {pickles: true}`. Its code is run: set it for files you trust."
     add("--pickles", action="store_true", help=pickles)
     add("--overwrite", action="store_true", help="Replace OUT if it exists.")

@@ -92,6 +92,8 @@ def test_each_command_has_help(run: Run, command: tuple[str, ...]) -> None:
     for part in expected[command[-1]]:
         assert part in " ".join(text.split())
     assert not [word for word in text.split() if word.startswith("--") and "_" in word], "options have hyphens"
+    assert "lambda" not in text
+    assert "%%" not in text
 
 
 @pytest.mark.parametrize(
