@@ -27,6 +27,7 @@ def resume_from(trainer: Any, find: Callable[[Any], str | None]) -> Patches:
     patches.replace_class(connector, _Resumes)
     patches.replace(connector, "find", find)
     patches.callback(connector.__dict__.pop, "chosen_path", None)
+    patches.callback(connector.__dict__.pop, "has_restored", None)
     return patches
 
 
@@ -35,6 +36,18 @@ def resumed_path(trainer: Any) -> str | None:
     # Upstream sets `trainer.ckpt_path` when it loads, after set-up.
     path = getattr(trainer._checkpoint_connector, "chosen_path", None)
     return None if path is None else str(path)
+
+
+def restore_before_fit_starts(trainer: Any) -> None:
+    """Load module and callbacks now, between the strategy's set-up and on_fit_start."""
+    # Upstream does so before the set-up; after on_fit_start for a strategy that restores after its set-up, so that
+    # callbacks (StochasticWeightAveraging, BaseFinetuning) and modules see there what they will not have.
+    # Can go when Lightning restores such strategies before on_fit_start. Source: lightning/pytorch/trainer/trainer.py.
+    connector = trainer._checkpoint_connector
+    if isinstance(connector, _Resumes):
+        connector.has_restored = False
+        connector._restore_modules_and_callbacks(connector.chosen_path)
+        connector.has_restored = True
 
 
 def update_plateaus_of_this_epoch(trainer: Any) -> None:
@@ -50,6 +63,12 @@ class _Resumes(_CheckpointConnector):
 
     find: Callable[[Any], str | None] | None = None
     chosen_path: Any = None
+    has_restored = False
+    """Whether the fit in progress has loaded its checkpoint."""
+
+    def _restore_modules_and_callbacks(self, *args: Any, **options: Any) -> None:
+        if not self.has_restored:
+            super()._restore_modules_and_callbacks(*args, **options)
 
     @property
     def _hpc_resume_path(self) -> str | None:

@@ -16,6 +16,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
+from lightning_distrec._compat.lightning import wrapped_sampler
 from lightning_distrec.prefetch.even_batches import ShortenedLoader, Wrapper
 
 State = dict[str, Any]
@@ -34,7 +35,8 @@ class ResumableSampler:
         self.base = sampler
         self.in_batches = _iterates_as(sampler, BatchSampler)
         self.entries = sampler.sampler if self.in_batches else sampler
-        generator = getattr(self.entries, "generator", None)
+        # Lightning's wrapper draws each epoch's order from the user's sampler.
+        generator = getattr(wrapped_sampler(self.entries), "generator", None)
         self.generator = generator if isinstance(generator, torch.Generator) else torch.default_generator
         distributed = [
             kind for kind in (DistributedSampler, DistributedSamplerWrapper) if _iterates_as(self.entries, kind)
@@ -103,6 +105,7 @@ class ResumableSampler:
     def _full_order(self, start: State) -> list[Any]:
         """Return the entries of all ranks in the order of `start`, whose sampler may have been another one."""
         samples: Any = range(start["length"])
+        is_ours = start["order"] == "DistributedSamplerWrapper"
         if start["order"] == "SequentialSampler":
             return list(samples)
         if start["order"].startswith("RandomSampler"):
@@ -110,14 +113,13 @@ class ResumableSampler:
             generator = torch.Generator().set_state(start["generator"]) if "(generator)" in start["order"] else None
             sampler: Any = RandomSampler(samples, generator=generator)
         else:
-            is_ours = start["order"] == "DistributedSamplerWrapper"
             sampler = copy.copy(self.entries) if is_ours else DistributedSampler(samples, num_replicas=1, rank=0)
             sampler.num_replicas, sampler.rank, sampler.drop_last = 1, 0, False
             # Its constructor has computed both for the number of ranks.
             sampler.num_samples = sampler.total_size = len(samples)
             sampler.epoch, sampler.seed, sampler.shuffle = start["of_epoch"]
         with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(start["generator"])
+            (self.generator if is_ours else torch.default_generator).set_state(start["generator"])
             return list(sampler)
 
 
@@ -138,17 +140,42 @@ def _sampler_order(sampler: Any) -> str | None:
 def resumable(loader: Any, rank: int, num_ranks: int, warn: Callable[[str], None]) -> Any:
     """Return a loader of the same batches whose position Lightning stores in checkpoints.
 
-    `loader` itself where it has a state of its own, or nothing can be left out of it: it is no DataLoader, nor one that
-    `even` shortened; it has no length; it reads an IterableDataset.
+    `loader` itself where its dataset or its sampler has a state of its own, or nothing can be left out of it: it is no
+    DataLoader, nor one that `even` shortened; it has no length; it reads an IterableDataset.
     warn: called with the reason where a position cannot be used.
     """
     torch_loader = vars(loader)["_loader"] if isinstance(loader, ShortenedLoader) else loader
-    if not isinstance(torch_loader, DataLoader) or hasattr(loader, "load_state_dict"):
+    if not isinstance(torch_loader, DataLoader) or _has_state(torch_loader):
         return loader
     sampler = torch_loader.sampler if torch_loader.batch_sampler is None else torch_loader.batch_sampler
     if sized_len(sampler) is None:  # that of an IterableDataset is one of these
         return loader
     return PositionedLoader(loader, torch_loader, ResumableSampler(sampler, rank, num_ranks), warn)
+
+
+def _has_state(loader: DataLoader[Any]) -> bool:
+    """Return whether a DataLoader's own state holds more than a position in its sampler."""
+    if not hasattr(loader, "load_state_dict"):
+        return False
+    # torchdata's loader over a map-style dataset: its state is the sampler's, and that of Lightning's wrapper around
+    # the sampler is none, so that it would go on in another order.
+    batches = loader.batch_sampler
+    parts = (loader.dataset, batches, getattr(batches, "sampler", None), wrapped_sampler(loader.sampler))
+    is_torchdatas = any(kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__)
+    return not is_torchdatas or any(hasattr(part, "state_dict") for part in parts)
+
+
+def is_stateful(loader: Any) -> bool:
+    """Return whether Lightning stores a state of this loader."""
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
+def describe_loader(loader: Any) -> str:
+    """Return the loader's class, and its dataset's."""
+    while isinstance(loader, Wrapper):
+        loader = vars(loader)["_loader"]
+    dataset = getattr(loader, "dataset", None)
+    return type(loader).__name__ + ("" if dataset is None else f" over {type(dataset).__name__}")
 
 
 def num_batches(state: State, num_ranks: int, batch_size: int, trained: int = 0) -> int:
@@ -189,17 +216,23 @@ def merge_states(rank_states: list[list[State]]) -> list[State]:
     return [{**states[0], "order": order, "rank": None} for states, order in zip(loaders, orders, strict=True)]
 
 
-def adapt_progress(fit_loop: dict[str, Any], num_ranks: int) -> None:
+def adapt_progress(fit_loop: dict[str, Any], num_ranks: int, num_accumulated: int = 1) -> None:
     """Make positions and Lightning's counts, which end an epoch, consistent for `num_ranks` ranks.
 
     fit_loop: `checkpoint["loops"]["fit_loop"]`, which is changed. The longest loader counts. Batch sizes are assumed to
-    stay as they are. A step in which an exception was raised is repeated.
+    stay as they are. A step in which an exception was raised is repeated, and so are the batches whose gradients had
+    been accumulated for a step to come. num_accumulated: batches to a step.
     """
+    _reopen_epoch(fit_loop)
     states = [state for state in fit_loop["state_dict"].get("combined_loader", []) if "of_epoch" in state]
     progress = fit_loop["epoch_loop.batch_progress"]
     if not states:
         return
-    current = {name: min(count, progress["current"]["processed"]) for name, count in progress["current"].items()}
+    processed = progress["current"]["processed"]
+    pending = 0 if progress["is_last_batch"] else processed % num_accumulated
+    for name in progress["total"]:
+        progress["total"][name] -= pending
+    current = {name: min(count, processed) - pending for name, count in progress["current"].items()}
     # Lightning counts a batch as ready before its step and as processed after it: the difference is a failed step.
     undone = progress["current"]["ready"] - current["ready"]
     for state in states:
@@ -217,6 +250,26 @@ def adapt_progress(fit_loop: dict[str, Any], num_ranks: int) -> None:
             state.update(batches=0, samples=0)
 
 
+def _reopen_epoch(fit_loop: dict[str, Any]) -> None:
+    """Let an epoch continue that max_steps, max_time or should_stop has cut off: Lightning counts it as complete."""
+    batches, epochs = fit_loop["epoch_loop.batch_progress"], fit_loop["epoch_progress"]
+    current = epochs["current"]
+    if batches["is_last_batch"] or not batches["current"]["ready"] or current["processed"] < current["started"]:
+        return
+    for counts in epochs.values():
+        counts["processed"] = counts["completed"] = counts["started"] - 1
+
+
+class LateLoader(Wrapper):
+    """A loader whose iterators begin, and draw random numbers, with their first batch."""
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return chain.from_iterable([self._loader])
+
+
 class PositionedLoader(Wrapper):
     """A loader whose state is the position of its iterator, the one that was begun or drawn from last.
 
@@ -232,6 +285,8 @@ class PositionedLoader(Wrapper):
         self, loader: Any, torch_loader: Any, sampler_in_use: ResumableSampler, warn: Callable[[str], None]
     ) -> None:
         super().__init__(loader)
+        for name in ("state_dict", "load_state_dict"):
+            vars(self).pop(name, None)  # torchdata's, in place of which are those below
         self.torch_loader, self.sampler_in_use, self.warn = torch_loader, sampler_in_use, warn
         self.start: State | None = None
         self.state = self._beginning()

@@ -117,7 +117,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         run.activations.usable_bytes = lambda: activation_budget(self, run.module, self.optimizers, 1)
         if trains_with_others and self._zero_optimizer:
             self._partition_optimizers(run)
-        run.session.checkpoints.begin(tables=None)
+        self.begin_checkpoints(run)
 
     @override
     def configure_ddp(self) -> None:

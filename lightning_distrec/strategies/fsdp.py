@@ -119,7 +119,7 @@ class TunedFSDPStrategy(DistRecStrategy[Run]):
             optimizers = [*self.optimizers, *wrapped_optimizers(self)]  # the plugin may have replaced them
             run.buffers = sharded.begin_training(optimizers, consensus)
             sharded.activations.usable_bytes = lambda: activation_budget(self, module, optimizers, self.world_size)
-        run.session.checkpoints.begin(tables=None)
+        self.begin_checkpoints(run)
 
     @override
     def put_weights_back(self, full: dict[str, Tensor]) -> None:

@@ -165,7 +165,7 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
         self.setup_precision_plugin()
         # Samplers' positions are those of a pipeline: its ranks draw the same batches.
         run.session.checkpoints.positions.data_ranks = ranks.replica, ranks.num_replicas
-        run.session.checkpoints.begin(tables=None)
+        self.begin_checkpoints(run)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

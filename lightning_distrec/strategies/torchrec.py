@@ -162,7 +162,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         if tables is None:
             # Without tables all is as under DDP, with our checkpoints.
             super().setup(trainer)
-            run.session.checkpoints.begin(tables)
+            self.begin_checkpoints(run, tables)
             return
         trainer.accelerator.setup(trainer)
         # Before anything is wrapped or sharded: SyncBatchNorm replaces modules of the tree.
@@ -173,7 +173,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
             ranks_on_node = [num_ranks for _, num_ranks in nodes]
             self._dense_mesh = make_mesh(self._fsdp_options, self.root_device, ranks_on_node, self._wait)
         run.set_up_dense(self, tables, self._fsdp_options, self._dense_mesh)
-        run.session.checkpoints.begin(tables)
+        self.begin_checkpoints(run, tables)
         if self._prefetch_options.depth > 1:
             # At depth 1 no batch is fetched ahead, and Lightning's own fetchers and ends of epochs stay.
             end = EndPolicy(run.session.consensus, self._uneven_inputs, rank_zero_warn)

@@ -32,6 +32,7 @@ from lightning_distrec.strategies.checkpoints.checkpoint_io import (
     read_checked,
     refuse_folder,
 )
+from lightning_distrec.strategies.checkpoints.generators import HookDraws
 from lightning_distrec.strategies.checkpoints.incremental_saves import IncrementalSaves
 from lightning_distrec.strategies.checkpoints.job_fit import JobFit
 from lightning_distrec.strategies.checkpoints.module_weights import load_weights
@@ -71,13 +72,16 @@ class Checkpointing:
         self.state_ranks: StateRanks | None = None
         """Which ranks hold the optimizer state of a parameter, until the next run; None: all do."""
         self.positions = Positions(consensus)
+        self.fingerprints = ("", "")
+        """Of the random generators when the ranks had met, and after the last hook named setup."""
         self._has_started = False
         self._warned: set[str] = set()
 
     def start_run(self, module: LightningModule, job: JobFit | None = None) -> None:
         """Drop what belongs to the run before; called when a run's set-up starts. job: what its checkpoints are of."""
         self._module, self._tables, self.state_ranks, self._job, self._incremental = module, None, None, job, None
-        self.positions = Positions(self._ranks)
+        if job is None or module.trainer.state.fn == TrainerFn.FITTING:  # else the position is that of the last fit
+            self.positions = Positions(self._ranks, HookDraws(*self.fingerprints))
 
     def begin(self, tables: SavedTables | None) -> None:
         """Collective, when a run is set up. Load the weights that it starts from, unless an earlier run has."""
@@ -145,7 +149,7 @@ class Checkpointing:
             checkpoint["optimizer_states"] = [*checkpoint["optimizer_states"], *table_states]
         # ModelCheckpoint names files by metrics and by what is on disk, which may differ between ranks.
         location: str = self._ranks.all_gather(str(path))[0]
-        rank_state = self.positions.extract_rank_state(checkpoint)
+        rank_state = self.positions.extract_rank_state(checkpoint, self._module.trainer)
         label = self._job_label(checkpoint, location)
         mark = {} if self._incremental is None else self._incremental.take(checkpoint, location)
         plan = {} if self._tables is None else _plan_in_words(self._tables.shards.plan)
@@ -226,7 +230,9 @@ class Checkpointing:
     def _resume(self, path: str | Path, loaded: Loaded) -> None:
         """Raises CheckpointError: the state of the loops, or of this rank, lacks something."""
         try:
-            self.positions.restore(loaded)
+            trainer = self._module.trainer
+            num_accumulated = trainer.accumulate_grad_batches if self._module.automatic_optimization else 1
+            self.positions.restore(loaded, num_accumulated)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise CheckpointError(
                 f"{path} is damaged: {STATE_FILE} or {rank_file(self._ranks.rank)} is not as written ({error!r})."

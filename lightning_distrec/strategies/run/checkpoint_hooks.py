@@ -12,15 +12,18 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_distrec._compat.lightning_checkpoints import restore_before_fit_starts
 from lightning_distrec.checkpoint.plain_state import as_chunked
 from lightning_distrec.errors import ConfigError, DistRecError, ShardingError, did_you_mean
 from lightning_distrec.host_memory import free_host_bytes
 from lightning_distrec.ranks import Ranks
 from lightning_distrec.strategies.checkpoints.checkpoint_io import is_elsewhere
+from lightning_distrec.strategies.checkpoints.generators import fingerprint
 from lightning_distrec.strategies.checkpoints.positions import update_in_resumed_epoch
+from lightning_distrec.strategies.checkpoints.table_states import SavedTables
 from lightning_distrec.strategies.run.launched_ranks import refuse_half_checkpoint
 from lightning_distrec.strategies.run.process_runs import PROCESS
-from lightning_distrec.strategies.run.run import Session
+from lightning_distrec.strategies.run.run import Run, Session
 from lightning_distrec.units import format_bytes
 
 Rows = tuple[int, int] | None
@@ -48,6 +51,21 @@ class CheckpointHooks(DDPStrategy):
     def module(self) -> LightningModule:
         """The user's module, which the Trainer connects before it calls any hook."""
         return self._lightning_module  # type: ignore[return-value]
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        super().barrier(*args, **kwargs)
+        if args == ("post_setup",) and self._session is not None:  # Lightning's, before it calls configure_model
+            checkpoints = self._session.checkpoints
+            checkpoints.fingerprints = (checkpoints.fingerprints[0], fingerprint())
+
+    def begin_checkpoints(self, run: Run, tables: SavedTables | None = None) -> None:
+        """Collective, when all is set up. Load what the run starts from or resumes from, before on_fit_start."""
+        checkpoints = run.session.checkpoints
+        checkpoints.begin(tables)
+        if run.is_fitting:
+            run.undo.enter_context(checkpoints.positions.draws.watch(run.trainer))
+            restore_before_fit_starts(run.trainer)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

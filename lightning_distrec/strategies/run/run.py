@@ -123,6 +123,8 @@ class Run:
         """Collective. Wait for a checkpoint that is still being written, and undo what the run has put on."""
         # Hooks and patches are undone also where the writer of a checkpoint has failed, which is raised after that.
         with self.undo:
+            if not self.has_failed:
+                self.session.checkpoints.positions.end(self.trainer)
             self.session.checkpoints.finish(self.has_failed)
 
 

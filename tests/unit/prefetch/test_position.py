@@ -839,7 +839,12 @@ def test_counts_of_several_loaders_follow_the_longest(tmp_path, num_trained):
 
 
 def test_loaders_of_other_kinds_are_not_moved():
-    fit_loop = {"state_dict": {"combined_loader": [{"_snapshot": 1}]}, "epoch_loop.batch_progress": {"current": {}}}
+    counts = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
+    fit_loop = {
+        "state_dict": {"combined_loader": [{"_snapshot": 1}]},
+        "epoch_progress": {"current": counts, "total": counts},
+        "epoch_loop.batch_progress": {"current": {"ready": 3}, "is_last_batch": False},
+    }
     original = deepcopy(fit_loop)
     adapt_progress(fit_loop, 3)
     assert fit_loop == original
