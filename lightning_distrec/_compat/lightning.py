@@ -3,15 +3,13 @@
 import inspect
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
@@ -118,72 +116,6 @@ def loader_states(combined_loader: Any) -> list[dict[str, Any]]:
     """Return the states of the stateful loaders. Source: lightning/pytorch/utilities/combined_loader.py."""
     states: list[dict[str, Any]] = type(combined_loader)._state_dicts(combined_loader)
     return states
-
-
-def current_loader_states(trainer: Any) -> list[dict[str, Any]]:
-    """Return the states of the training loaders that a checkpoint would hold now; see `override_loader_states`."""
-    combined_loader = trainer.fit_loop._combined_loader
-    return [] if combined_loader is None else list(combined_loader._state_dicts())
-
-
-def begin_loaders_again(trainer: Any) -> None:
-    """Forget the batch that a resumed fit has drawn ahead of all hooks, from loaders without a length."""
-    # Upstream begins loaders anew in each epoch, but for the one in which it resumes, whose batch was drawn by
-    # generators that are set since. Source: lightning/pytorch/loops/fetchers.py; `on_run_start` of the epoch loop.
-    fetcher = trainer.fit_loop._data_fetcher
-    if isinstance(fetcher, fetchers._PrefetchDataFetcher) and fetcher.length is None:
-        DataFetcher.__iter__(fetcher)
-        fetcher.batches = _FirstBatch(fetcher)
-
-
-class _FirstBatch(list[Any]):
-    """What a fetcher has drawn ahead: a batch that is drawn when it is taken, after on_train_epoch_start."""
-
-    def __init__(self, fetcher: Any) -> None:
-        super().__init__([None])
-        self._fetcher = fetcher
-
-    def pop(self, index: Any = -1) -> Any:
-        batch = super().pop(index)
-        return DataFetcher.__next__(self._fetcher) if batch is None else batch
-
-
-def wrapped_sampler(sampler: Any) -> Any:
-    """Return the user's sampler in Lightning's DistributedSamplerWrapper; any other sampler as it is."""
-    # Source: lightning/fabric/utilities/distributed.py.
-    dataset: Any = sampler.dataset if isinstance(sampler, DistributedSamplerWrapper) else None
-    return sampler if dataset is None else dataset._sampler
-
-
-def watch_dataloader_hooks(trainer: Any, watch: Callable[[str], AbstractContextManager[None]]) -> Patches:
-    """Call the user's train_dataloader and val_dataloader, for a fit, inside of `watch(the hook's name)`."""
-
-    # Upstream calls them when a loop begins, and each time that it reloads: no hook of a strategy comes before.
-    # Can go when a strategy is asked first. Source: lightning/pytorch/trainer/connectors/data_connector.py.
-    def watched(source: Any) -> Any:
-        with watch(source.name) if source.is_module() else nullcontext():
-            return type(source).dataloader(source)
-
-    patches, loop = Patches(), trainer.fit_loop
-    for source in (loop._data_source, loop.epoch_loop.val_loop._data_source):
-        patches.replace(source, "dataloader", partial(watched, source))
-    return patches
-
-
-def reload_epochs(trainer: Any) -> list[Any]:
-    """Return the epochs in which the training and the validation loaders of a fit were made; -inf: not yet."""
-    # Source: lightning/pytorch/loops/fit_loop.py, evaluation_loop.py, reload_dataloaders_every_n_epochs.
-    loop = trainer.fit_loop
-    return [loop._last_train_dl_reload_epoch, loop.epoch_loop.val_loop._last_val_dl_reload_epoch]
-
-
-def set_reload_epochs(trainer: Any, epochs: list[Any]) -> None:
-    """Set what `reload_epochs` returns; None: it stays. Upstream takes a resumed fit's first epoch for both."""
-    loop = trainer.fit_loop
-    train, validation = epochs
-    loop._last_train_dl_reload_epoch = loop._last_train_dl_reload_epoch if train is None else train
-    if validation is not None:
-        loop.epoch_loop.val_loop._last_val_dl_reload_epoch = validation
 
 
 def override_loader_states(combined_loader: Any, states: Callable[[], list[dict[str, Any]]] | None) -> None:

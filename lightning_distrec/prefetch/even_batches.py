@@ -5,10 +5,12 @@ lengths of sized loaders once, and the states of other loaders before every batc
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, Literal
 
+import torch
 from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
 from torch.utils.data import DataLoader
 
@@ -65,6 +67,18 @@ class Wrapper:
         for name in ("state_dict", "load_state_dict"):
             if hasattr(loader, name):
                 object.__setattr__(self, name, getattr(loader, name))
+
+    has_begun = False
+    """Whether an iterator of `_begin_late` has begun."""
+    continues = False
+    """Whether the next one goes on in an epoch: what it draws when it begins was drawn before the checkpoint."""
+
+    def _begin_late(self) -> Iterator[Any]:
+        """Return the loader's batches; it begins, and draws seeds of workers, with the first one."""
+        with torch.random.fork_rng(devices=[]) if self.continues else nullcontext():
+            batches = iter(self._loader)
+        vars(self).update(continues=False, has_begun=True)
+        yield from batches
 
     def __getattr__(self, name: str) -> Any:
         # copy.deepcopy asks the instance for __deepcopy__: the loader's own would return a copy without this wrapper.
@@ -173,7 +187,7 @@ class EvenLoader(Wrapper):
         """Collective. Return batches while every rank has one. Raises DataError as `EndPolicy` does."""
         # Decided when the iterator begins: the fetcher resets `agrees` as soon as all iterators exist.
         # One that fails to start fails at the first batch, where all ranks learn of it.
-        batches = chain.from_iterable([self._loader])
+        batches = self._begin_late()
         return self._agreed(batches) if self.agrees else batches
 
     def _agreed(self, batches: Iterator[Any]) -> Iterator[Any]:

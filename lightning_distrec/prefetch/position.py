@@ -16,8 +16,9 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from lightning_distrec._compat.lightning import wrapped_sampler
+from lightning_distrec._compat.lightning_data import wrapped_sampler
 from lightning_distrec.prefetch.even_batches import ShortenedLoader, Wrapper
+from lightning_distrec.prefetch.stateful_loaders import has_state, is_of_torchdata
 
 State = dict[str, Any]
 """A position in plain types and a tensor: batches that this rank was given, samples (entries) that all ranks were given
@@ -33,11 +34,13 @@ class ResumableSampler:
 
     def __init__(self, sampler: Any, rank: int, num_ranks: int) -> None:
         self.base = sampler
-        self.in_batches = _iterates_as(sampler, BatchSampler)
+        # torchdata's subclass differs in that its iterators have a state.
+        self.in_batches = _iterates_as(sampler, BatchSampler) or (
+            isinstance(sampler, BatchSampler) and is_of_torchdata(sampler)
+        )
         self.entries = sampler.sampler if self.in_batches else sampler
         # Lightning's wrapper draws each epoch's order from the user's sampler.
-        generator = getattr(wrapped_sampler(self.entries), "generator", None)
-        self.generator = generator if isinstance(generator, torch.Generator) else torch.default_generator
+        self.generator = _generator_of(wrapped_sampler(self.entries)) or torch.default_generator
         distributed = [
             kind for kind in (DistributedSampler, DistributedSamplerWrapper) if _iterates_as(self.entries, kind)
         ]
@@ -137,6 +140,12 @@ def _sampler_order(sampler: Any) -> str | None:
     return "RandomSampler" if sampler.generator is None else "RandomSampler(generator)"
 
 
+def _generator_of(owner: Any) -> torch.Generator | None:
+    """Return the generator of its own that a sampler or a loader draws from."""
+    generator = getattr(owner, "generator", None)
+    return generator if isinstance(generator, torch.Generator) else None
+
+
 def resumable(loader: Any, rank: int, num_ranks: int, warn: Callable[[str], None]) -> Any:
     """Return a loader of the same batches whose position Lightning stores in checkpoints.
 
@@ -145,37 +154,12 @@ def resumable(loader: Any, rank: int, num_ranks: int, warn: Callable[[str], None
     warn: called with the reason where a position cannot be used.
     """
     torch_loader = vars(loader)["_loader"] if isinstance(loader, ShortenedLoader) else loader
-    if not isinstance(torch_loader, DataLoader) or _has_state(torch_loader):
+    if not isinstance(torch_loader, DataLoader) or has_state(torch_loader):
         return loader
     sampler = torch_loader.sampler if torch_loader.batch_sampler is None else torch_loader.batch_sampler
     if sized_len(sampler) is None:  # that of an IterableDataset is one of these
         return loader
     return PositionedLoader(loader, torch_loader, ResumableSampler(sampler, rank, num_ranks), warn)
-
-
-def _has_state(loader: DataLoader[Any]) -> bool:
-    """Return whether a DataLoader's own state holds more than a position in its sampler."""
-    if not hasattr(loader, "load_state_dict"):
-        return False
-    # torchdata's loader over a map-style dataset: its state is the sampler's, and that of Lightning's wrapper around
-    # the sampler is none, so that it would go on in another order.
-    batches = loader.batch_sampler
-    parts = (loader.dataset, batches, getattr(batches, "sampler", None), wrapped_sampler(loader.sampler))
-    is_torchdatas = any(kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__)
-    return not is_torchdatas or any(hasattr(part, "state_dict") for part in parts)
-
-
-def is_stateful(loader: Any) -> bool:
-    """Return whether Lightning stores a state of this loader."""
-    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-
-
-def describe_loader(loader: Any) -> str:
-    """Return the loader's class, and its dataset's."""
-    while isinstance(loader, Wrapper):
-        loader = vars(loader)["_loader"]
-    dataset = getattr(loader, "dataset", None)
-    return type(loader).__name__ + ("" if dataset is None else f" over {type(dataset).__name__}")
 
 
 def num_batches(state: State, num_ranks: int, batch_size: int, trained: int = 0) -> int:
@@ -260,16 +244,6 @@ def _reopen_epoch(fit_loop: dict[str, Any]) -> None:
         counts["processed"] = counts["completed"] = counts["started"] - 1
 
 
-class LateLoader(Wrapper):
-    """A loader whose iterators begin, and draw random numbers, with their first batch."""
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        return chain.from_iterable([self._loader])
-
-
 class PositionedLoader(Wrapper):
     """A loader whose state is the position of its iterator, the one that was begun or drawn from last.
 
@@ -279,7 +253,7 @@ class PositionedLoader(Wrapper):
     a sampler that uses others is another one after resuming.
     """
 
-    _attributes = ("torch_loader", "sampler_in_use", "warn", "start", "state")
+    _attributes = ("torch_loader", "sampler_in_use", "warn", "start", "state", "generators", "states_to_set")
 
     def __init__(
         self, loader: Any, torch_loader: Any, sampler_in_use: ResumableSampler, warn: Callable[[str], None]
@@ -290,6 +264,10 @@ class PositionedLoader(Wrapper):
         self.torch_loader, self.sampler_in_use, self.warn = torch_loader, sampler_in_use, warn
         self.start: State | None = None
         self.state = self._beginning()
+        own = (_generator_of(torch_loader), sampler_in_use.generator)
+        self.generators = [one for one in dict.fromkeys(own) if one not in (None, torch.default_generator)]
+        """Those of the loader, from which workers get seeds, and of the sampler, other than torch's global one."""
+        self.states_to_set: list[Any] = []
 
     def _beginning(self) -> State:
         unknown = {"order": None, "generator": None, "of_epoch": None}
@@ -299,7 +277,11 @@ class PositionedLoader(Wrapper):
         return len(self._loader)
 
     def state_dict(self) -> State:
-        return dict(self.state)
+        return {**self.state, "next_generators": [generator.get_state() for generator in self.generators]}
+
+    def continue_generators(self, state: State) -> None:
+        """Let the next iterator draw from where generators of its own were when `state` was taken, between epochs."""
+        self.states_to_set = state.get("next_generators", [])
 
     def load_state_dict(self, state: State) -> None:
         """Let the next iterator begin at `state`, or warn why it cannot. Then `state_dict` is where it will begin."""
@@ -349,6 +331,9 @@ class PositionedLoader(Wrapper):
         if start and start["of_epoch"] and sampler.is_distributed and start["of_epoch"][0] != sampler.entries.epoch:
             start = None
         sampler.start, sampler.origin = start, {}
+        # A position that continues begins as its epoch began.
+        _set_states(self.generators, self.states_to_set if start is None else start.get("first_generators", []))
+        first_generators, self.states_to_set = [generator.get_state() for generator in self.generators], []
         with _draw_from(self.torch_loader, sampler):
             with nullcontext() if start is None else torch.random.fork_rng(devices=[]):  # workers' seeds are drawn
                 batches = iter(self._loader)
@@ -357,12 +342,19 @@ class PositionedLoader(Wrapper):
         if start is not None and not sampler.origin:
             self._restart(f"{type(self.torch_loader).__name__} started its workers before, or draws in its own way")
             start = None
-        state = {**(start or self._beginning()), **sampler.origin}
+        state = {**(start or self._beginning()), **sampler.origin, "first_generators": first_generators}
         drawn = state["batch_size"] * state["num_ranks"]
         is_shortened = start is not None and self._loader is not self.torch_loader
         for batch in islice(batches, len(self) - state["batches"] if is_shortened else None):
             state = self.state = {**state, "batches": state["batches"] + 1, "samples": state["samples"] + drawn}
             yield batch
+
+
+def _set_states(generators: list[torch.Generator], states: list[Any]) -> None:
+    """Set generators, unless there are states of others."""
+    if len(generators) == len(states):
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 @contextmanager

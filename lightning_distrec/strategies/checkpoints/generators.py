@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_distrec._compat.lightning import reload_epochs, set_reload_epochs, watch_dataloader_hooks
+from lightning_distrec._compat.lightning_data import reload_epochs, set_reload_epochs, watch_dataloader_hooks
 from lightning_distrec._compat.patches import Patches
 
 

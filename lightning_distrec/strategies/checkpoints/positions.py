@@ -7,19 +7,22 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_distrec._compat.lightning import begin_loaders_again, current_loader_states
 from lightning_distrec._compat.lightning_checkpoints import update_plateaus_of_this_epoch
+from lightning_distrec._compat.lightning_data import (
+    begin_loaders_again,
+    current_loader_states,
+    keep_states_of_loaders,
+)
 from lightning_distrec.checkpoint.load import Loaded
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.prefetch.even_batches import EvenLoader
-from lightning_distrec.prefetch.position import (
+from lightning_distrec.prefetch.position import PositionedLoader, adapt_progress, merge_states, resumable
+from lightning_distrec.prefetch.stateful_loaders import (
     LateLoader,
-    PositionedLoader,
-    adapt_progress,
     describe_loader,
+    end_epoch,
     is_stateful,
-    merge_states,
-    resumable,
+    loses_order,
 )
 from lightning_distrec.strategies.checkpoints.generators import HookDraws, generator_states, set_generator_states
 
@@ -62,8 +65,10 @@ class Positions:
         """The state of the random generators in the checkpoint that the run resumes from."""
         self._begins_at_an_end = False
         """Whether that checkpoint was saved after the last batch of an epoch and before its end."""
-        self._begins_in_an_epoch = self._has_loader_states = False
-        """Whether it was saved in the middle of one, and whether it has states of loaders."""
+        self._begins_in_an_epoch = False
+        """Whether it was saved in the middle of one."""
+        self._loader_states: list[Any] = []
+        """In it, of those loaders that have states."""
         self._last: dict[str, Any] | None = None
         """What this rank saves once the fit is over; None before."""
 
@@ -136,15 +141,21 @@ class Positions:
         is_last, is_unfinished = bool(batches["is_last_batch"]), epochs["completed"] < epochs["ready"]
         self._begins_at_an_end = is_last and is_unfinished
         self._begins_in_an_epoch = not is_last and is_unfinished and batches["current"]["ready"] > 0
-        self._has_loader_states = bool(fit_loop["state_dict"].get("combined_loader"))
+        self._loader_states = list(fit_loop["state_dict"].get("combined_loader", []))
 
     def on_train_start(self, trainer: Trainer) -> None:
         """Set the random generators, after all hooks, and Lightning's count of batches to the loaders' positions."""
         self._count_batches(trainer)
+        stateful = [loader for loader in self._loaders if is_stateful(loader)]
+        for loader, state in zip(stateful, self._loader_states, strict=False):
+            self._continue_order(loader, state)
+        self._loader_states = []
         if self._generators is not None:
             set_generator_states(self._generators)
-            if not any(is_stateful(loader) for loader in self._loaders):
+            if not (stateful and self._begins_in_an_epoch):
                 begin_loaders_again(trainer)
+        if stateful:
+            keep_states_of_loaders(trainer)
         self._generators = None
         self.draws.begin(trainer)
         if self._begins_at_an_end:
@@ -156,6 +167,22 @@ class Positions:
                         "the end of one, before Lightning updated the scheduler. Resume from one of the middle of an "
                         "epoch (ModelCheckpoint(every_n_train_steps=N)) to update it in each."
                     )
+
+    def _continue_order(self, loader: Any, state: Any) -> None:
+        """Let a loader continue with what only its state in the checkpoint has, or warn that it is not there."""
+        if isinstance(loader, PositionedLoader):
+            loader.continue_generators(state)
+            return
+        if self._begins_in_an_epoch:
+            vars(loader)["continues"] = not loader.has_begun
+        else:  # Lightning loads no states between epochs
+            end_epoch(loader, state)
+        if loses_order(loader):
+            rank_zero_warn(
+                f"{describe_loader(loader)} continues in another order than in the run that is resumed: Lightning has "
+                "wrapped its sampler in a DistributedSamplerWrapper, which has no state. Give the loader torchdata's "
+                "StatefulDistributedSampler, or a dataset without a state of its own."
+            )
 
     def _count_batches(self, trainer: Trainer) -> None:
         """Let Lightning count the batches before the loaders' positions: with another batch size its own differs."""
@@ -173,7 +200,7 @@ class Positions:
 
     def _warn_of_restarts(self) -> list[Any]:
         """Warn of the loaders that cannot continue in the middle of the epoch, and return them."""
-        restarted = [loader for loader in self._loaders if not (self._has_loader_states and is_stateful(loader))]
+        restarted = [loader for loader in self._loaders if not (self._loader_states and is_stateful(loader))]
         names = ", ".join(dict.fromkeys(describe_loader(loader) for loader in restarted))
         if restarted:
             rank_zero_warn(

@@ -1,0 +1,101 @@
+"""Private names of lightning: how a fit's loaders are made, begun and saved."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch.loops import fetchers
+
+from lightning_distrec._compat.lightning import loader_states, override_loader_states
+from lightning_distrec._compat.patches import Patches
+
+
+def current_loader_states(trainer: Any) -> list[dict[str, Any]]:
+    """Return the states of the training loaders that a checkpoint would hold now; see `override_loader_states`."""
+    combined_loader = trainer.fit_loop._combined_loader
+    return [] if combined_loader is None else list(combined_loader._state_dicts())
+
+
+def begin_loaders_again(trainer: Any) -> None:
+    """Forget the batch that a resumed fit has drawn ahead of all hooks, from loaders without a length."""
+    # Upstream begins loaders anew in each epoch, but for the one in which it resumes, whose batch was drawn by
+    # generators that are set since. Source: lightning/pytorch/loops/fetchers.py; `on_run_start` of the epoch loop.
+    fetcher = trainer.fit_loop._data_fetcher
+    if isinstance(fetcher, fetchers._PrefetchDataFetcher) and fetcher.length is None:
+        fetchers._DataFetcher.__iter__(fetcher)
+        fetcher.batches = _FirstBatch(fetcher)
+
+
+class _FirstBatch(list[Any]):
+    """What a fetcher has drawn ahead: a batch that is drawn when it is taken, after on_train_epoch_start."""
+
+    def __init__(self, fetcher: Any) -> None:
+        super().__init__([None])
+        self._fetcher = fetcher
+
+    def pop(self, index: Any = -1) -> Any:
+        batch = super().pop(index)
+        return fetchers._DataFetcher.__next__(self._fetcher) if batch is None else batch
+
+
+def wrapped_sampler(sampler: Any) -> Any:
+    """Return the user's sampler in Lightning's DistributedSamplerWrapper; any other sampler as it is."""
+    # Source: lightning/fabric/utilities/distributed.py.
+    dataset: Any = sampler.dataset if isinstance(sampler, DistributedSamplerWrapper) else None
+    return sampler if dataset is None else dataset._sampler
+
+
+def watch_dataloader_hooks(trainer: Any, watch: Callable[[str], AbstractContextManager[None]]) -> Patches:
+    """Call the user's train_dataloader and val_dataloader, for a fit, inside of `watch(the hook's name)`."""
+
+    # Upstream calls them when a loop begins, and each time that it reloads: no hook of a strategy comes before.
+    # Can go when a strategy is asked first. Source: lightning/pytorch/trainer/connectors/data_connector.py.
+    def watched(source: Any) -> Any:
+        with watch(source.name) if source.is_module() else nullcontext():
+            return type(source).dataloader(source)
+
+    patches, loop = Patches(), trainer.fit_loop
+    for source in (loop._data_source, loop.epoch_loop.val_loop._data_source):
+        patches.replace(source, "dataloader", partial(watched, source))
+    return patches
+
+
+def reload_epochs(trainer: Any) -> list[Any]:
+    """Return the epochs in which the training and the validation loaders of a fit were made; -inf: not yet."""
+    # Source: lightning/pytorch/loops/fit_loop.py, evaluation_loop.py, reload_dataloaders_every_n_epochs.
+    loop = trainer.fit_loop
+    return [loop._last_train_dl_reload_epoch, loop.epoch_loop.val_loop._last_val_dl_reload_epoch]
+
+
+def set_reload_epochs(trainer: Any, epochs: list[Any]) -> None:
+    """Set what `reload_epochs` returns; None: it stays. Upstream takes a resumed fit's first epoch for both."""
+    loop = trainer.fit_loop
+    train, validation = epochs
+    loop._last_train_dl_reload_epoch = loop._last_train_dl_reload_epoch if train is None else train
+    if validation is not None:
+        loop.epoch_loop.val_loop._last_val_dl_reload_epoch = validation
+
+
+def keep_states_of_loaders(trainer: Any) -> None:
+    """Let checkpoints of a fit hold the states that its loaders had when they gave the batch of the step."""
+    # Upstream draws a batch ahead from loaders without a length, and saves states that are ahead by it: a resumed fit
+    # would skip that batch. Source: lightning/pytorch/loops/fetchers.py.
+    fetcher = trainer.fit_loop._data_fetcher
+    if type(fetcher) is fetchers._PrefetchDataFetcher and fetcher.length is None:
+        fetcher.__class__ = _KeepsStates
+
+
+class _KeepsStates(fetchers._PrefetchDataFetcher):
+    def __next__(self) -> Any:
+        # The batch that is returned here was the last that was drawn, unless there is none ahead.
+        states = loader_states(self.combined_loader)
+        batch = super().__next__()
+        override_loader_states(self.combined_loader, lambda: states)
+        return batch
+
+    def teardown(self) -> None:
+        if self._combined_loader is not None:
+            override_loader_states(self._combined_loader, None)
+        super().teardown()
