@@ -34,6 +34,14 @@ def _check_file(path: Any) -> None:
         import_module("lightning_distrec.checkpoint.contents").check_file(Path(path))
 
 
+def _read_file(path: Any, load: Any, **options: Any) -> Any:
+    return import_module("lightning_distrec.checkpoint.hyperparameters").read_file(path, load, **options)
+
+
+def _for_module(checkpoint: Any) -> Any:
+    return import_module("lightning_distrec.checkpoint.hyperparameters").with_complete_only(checkpoint)
+
+
 def _make(class_name: str, **arguments: Any) -> Any:
     # torchrec loads when a strategy that needs it is made.
     return getattr(import_module("lightning_distrec"), class_name)(**arguments)
@@ -44,7 +52,7 @@ def register() -> None:
     # A Trainer chooses its cluster environment before it makes the strategy that could ask for another.
     override_environment_choice(_is_ours, _choose_environment)
     # load_from_checkpoint reads a folder without any Trainer or strategy.
-    read_folders_too(_is_folder, _read_folder, _check_file)
+    read_folders_too(_is_folder, _read_folder, _check_file, _read_file, _for_module)
     for name, (class_name, description) in STRATEGIES.items():
         if name not in StrategyRegistry:
             StrategyRegistry.register(name, partial(_make, class_name), description=description)

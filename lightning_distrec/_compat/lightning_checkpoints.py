@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -87,13 +88,19 @@ class _Resumes(_CheckpointConnector):
 
 
 def read_folders_too(
-    is_folder: Callable[[Any], bool], read: Callable[[Any, bool, bool], dict[str, Any]], check: Callable[[Any], None]
+    is_folder: Callable[[Any], bool],
+    read: Callable[[Any, bool, bool], dict[str, Any]],
+    check: Callable[[Any], None],
+    read_file: Callable[..., dict[str, Any]],
+    for_module: Callable[[Any], Any],
 ) -> Patches:
-    """Let Lightning read our folders wherever it reads a checkpoint's file.
+    """Let Lightning read our folders wherever it reads a checkpoint's file, and our files with any hyperparameters.
 
     is_folder: whether a path is one. read: returns its content: optimizers' state too if the second argument is
     True; values of any type, whose code is run, if the third is: the user's weights_only=False. check: raises where a
     file is damaged, since torch compares no checksums.
+    read_file: called with a path, Lightning's reader and its options, after that reader has refused a type.
+    for_module: prepares what was read for load_from_checkpoint.
     """
 
     # Upstream opens the path as a file, in `load_from_checkpoint` and in the CheckpointIO of any strategy. Both have
@@ -103,7 +110,12 @@ def read_folders_too(
         def load_any(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
             if not is_folder(path_or_url):
                 check(path_or_url)
-                return load(path_or_url, map_location=map_location, weights_only=weights_only)
+                try:
+                    return load(path_or_url, map_location=map_location, weights_only=weights_only)
+                except UnpicklingError:
+                    if weights_only is False:
+                        raise
+                    return read_file(path_or_url, load, map_location=map_location)
             checkpoint = read(path_or_url, with_optimizers, weights_only is False)
             if isinstance(map_location, (str, torch.device)):  # others say where what was on a GPU is to be
                 device = torch.device(map_location)
@@ -115,7 +127,8 @@ def read_folders_too(
         return load_any
 
     patches = Patches()
-    patches.replace(saving, "pl_load", load_folders_too(saving.pl_load, with_optimizers=False))
+    load = load_folders_too(saving.pl_load, with_optimizers=False)
+    patches.replace(saving, "pl_load", lambda *args, **options: for_module(load(*args, **options)))
     patches.replace(torch_io, "pl_load", load_folders_too(torch_io.pl_load, with_optimizers=True))
     return patches
 

@@ -20,7 +20,7 @@ def current_loader_states(trainer: Any) -> list[dict[str, Any]]:
 
 def begin_loaders_again(trainer: Any) -> None:
     """Forget the batch that a resumed fit has drawn ahead of all hooks, from loaders without a length."""
-    # Upstream begins loaders anew in each epoch, but for the one in which it resumes, whose batch was drawn by
+    # Upstream begins loaders again in each epoch, but for the one in which it resumes, whose batch was drawn by
     # generators that are set since. Source: lightning/pytorch/loops/fetchers.py; `on_run_start` of the epoch loop.
     fetcher = trainer.fit_loop._data_fetcher
     if isinstance(fetcher, fetchers._PrefetchDataFetcher) and fetcher.length is None:

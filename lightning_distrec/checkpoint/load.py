@@ -12,10 +12,11 @@ from torch import Tensor
 
 from lightning_distrec.checkpoint.atomic_folder import CHECKSUMS, MARKER
 from lightning_distrec.checkpoint.checksums import ByteRange, changed_ranges, has_checksums, read_archive
+from lightning_distrec.checkpoint.hyperparameters import EXTRA
 from lightning_distrec.checkpoint.lazy_tensors import SafetensorsTensor, StoredTensor
 from lightning_distrec.checkpoint.plain_state import CHUNKED, STORED, from_bytes, insert_tensors, read_plain
 from lightning_distrec.checkpoint.save import STATE_FILE, rank_file
-from lightning_distrec.checkpoint.single_file import EXTRA, split_extra
+from lightning_distrec.checkpoint.single_file import split_extra
 from lightning_distrec.checkpoint.storage import METADATA_FILE, StoredTensors
 from lightning_distrec.errors import CheckpointError, require
 

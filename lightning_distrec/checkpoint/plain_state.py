@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_distrec._compat.tensors import is_first_replica, local_offsets
+from lightning_distrec.checkpoint.hyperparameters import HYPERPARAMETERS, load_safely
 from lightning_distrec.chunks import Chunk, ChunkedTensor
 from lightning_distrec.errors import CheckpointError
 
@@ -88,7 +89,8 @@ def extract_tensors(
     """Return a copy of nested dicts and lists without their large tensors, and those by name: their path in it.
 
     on_all: paths of the large tensors that every rank holds; their rows are divided among the ranks for writing.
-    What only some ranks hold stays in the copy. pickles: whether paths stay as they are; else they become text.
+    What only some ranks hold stays in the copy. pickles: whether paths stay as they are, as they do in hyperparameters;
+    else they become text.
     """
     tensors: dict[str, ChunkedTensor] = {}
 
@@ -103,7 +105,8 @@ def extract_tensors(
             return {STORED: path, "shape": tuple(chunked.shape), "dtype": chunked.dtype, CHUNKED: is_sharded}
         if isinstance(item, nn.Parameter):
             return item.detach()
-        if isinstance(item, numpy.generic) or (isinstance(item, PurePath) and not pickles):
+        keeps_paths = pickles or path.partition("/")[0] in HYPERPARAMETERS
+        if isinstance(item, numpy.generic) or (isinstance(item, PurePath) and not keeps_paths):
             return with_plain_types(item)
         return map_nested(item, path, taken)
 
@@ -135,22 +138,25 @@ def map_nested(item: Any, path: str, function: Callable[[Any, str], Any]) -> Any
 
 def to_bytes(value: Any, pickles: bool = False) -> bytes:
     """Return `value` as torch.save writes it. Raises CheckpointError: it would not load again, and not `pickles`."""
+    buffer = io.BytesIO()
     try:
-        return _saved(value, pickles)
+        torch.save(value, buffer)
+        if not pickles:
+            # A checkpoint that cannot be read must fail while the run is alive. On meta nothing is copied.
+            buffer.seek(0)
+            load_safely(buffer, map_location="meta")
     except Exception:
         if not pickles:
-            refuse_not_plain(value)
+            refuse_not_plain(without_hyperparameters(value))
         raise
-
-
-def _saved(value: Any, pickles: bool = False) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    if not pickles:
-        # A checkpoint that cannot be read must fail while the run is alive. On meta nothing is copied.
-        buffer.seek(0)
-        torch.load(buffer, weights_only=True, map_location="meta")
     return buffer.getvalue()
+
+
+def without_hyperparameters(value: Any) -> Any:
+    """Return a checkpoint without those values in it that may be of any type."""
+    if type(value) is not dict:
+        return value
+    return {key: child for key, child in value.items() if key not in HYPERPARAMETERS}
 
 
 def with_plain_types(value: Any, path: str = "") -> Any:
@@ -189,10 +195,14 @@ def _loads(value: Any) -> bool:
     if value is None or type(value) in (bool, int, float, str, bytes, Tensor, nn.Parameter):
         return True
     # By trying, since torch's list of safe types depends on its version and on add_safe_globals.
+    buffer = io.BytesIO()
     try:
-        return bool(_saved(value))
+        torch.save(value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True, map_location="meta")
     except Exception:
         return False
+    return True
 
 
 def read_plain(path: Path, pickles: bool = False) -> Any:
@@ -208,7 +218,9 @@ def from_bytes(content: bytes, label: str) -> Any:
 
 def _load_plain(file: Any, label: Any, mmap: bool, pickles: bool = False) -> Any:
     try:
-        return torch.load(file, weights_only=not pickles, map_location="cpu", mmap=mmap)
+        if pickles:
+            return torch.load(file, weights_only=False, map_location="cpu", mmap=mmap)
+        return load_safely(file, map_location="cpu", mmap=mmap)
     except FileNotFoundError:
         raise CheckpointError(f"there is no file {label}.") from None
     except Exception as error:

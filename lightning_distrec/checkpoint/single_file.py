@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_distrec.checkpoint.atomic_folder import FORMAT, check_format
 from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
 from lightning_distrec.checkpoint.host_copies import copy_to_host, free_host_bytes, gather_full, num_bytes
+from lightning_distrec.checkpoint.hyperparameters import EXTRA
 from lightning_distrec.checkpoint.plain_state import (
     STORED,
     as_chunked,
@@ -29,6 +30,7 @@ from lightning_distrec.checkpoint.plain_state import (
     read_plain,
     refuse_not_plain,
     to_bytes,
+    without_hyperparameters,
 )
 from lightning_distrec.checkpoint.save import PLAN_FILE, RankContent, RanksOfThread, on_all_ranks, unfinished_on_rank_0
 from lightning_distrec.chunks import ChunkedTensor
@@ -37,9 +39,6 @@ from lightning_distrec.ranks import Ranks
 
 SINGLE_FILE_BYTES = 2 * 2**30
 """A checkpoint with sharded tensors is one file if all of its tensors take less, unless the options choose a form."""
-EXTRA = "lightning_distrec"
-"""Key of what a file holds besides what Lightning writes: "format", "num_ranks", "versions", "plan", "files" (name ->
-content), "optimizers" (class and parameters' names of each) and "rank_states", one for each rank."""
 
 
 def fits_in_one_file(checkpoint: Mapping[str, Any], options: CheckpointOptions, ranks: Ranks) -> bool:
@@ -149,7 +148,7 @@ def take_file_snapshot(
 
     def check() -> bytes:
         # Only rank 0's state is written; other ranks may have what it has not.
-        refuse_not_plain(state if ranks.rank == 0 and not content.pickles else {})
+        refuse_not_plain(without_hyperparameters(state) if ranks.rank == 0 and not content.pickles else {})
         return to_bytes(dict(content.rank_state))
 
     rank_state = ranks.all_or_none("saving a checkpoint", check)

@@ -140,9 +140,9 @@ def _sampler_order(sampler: Any) -> str | None:
     return "RandomSampler" if sampler.generator is None else "RandomSampler(generator)"
 
 
-def _generator_of(owner: Any) -> torch.Generator | None:
+def _generator_of(source: Any) -> torch.Generator | None:
     """Return the generator of its own that a sampler or a loader draws from."""
-    generator = getattr(owner, "generator", None)
+    generator = getattr(source, "generator", None)
     return generator if isinstance(generator, torch.Generator) else None
 
 
@@ -235,7 +235,7 @@ def adapt_progress(fit_loop: dict[str, Any], num_ranks: int, num_accumulated: in
 
 
 def _reopen_epoch(fit_loop: dict[str, Any]) -> None:
-    """Let an epoch continue that max_steps, max_time or should_stop has cut off: Lightning counts it as complete."""
+    """Let an epoch continue that max_steps, max_time or should_stop has ended: Lightning counts it as complete."""
     batches, epochs = fit_loop["epoch_loop.batch_progress"], fit_loop["epoch_progress"]
     current = epochs["current"]
     if batches["is_last_batch"] or not batches["current"]["ready"] or current["processed"] < current["started"]:

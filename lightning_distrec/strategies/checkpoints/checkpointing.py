@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -19,8 +18,9 @@ from torch.optim import Optimizer
 
 from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
 from lightning_distrec.checkpoint.host_copies import gather_full
+from lightning_distrec.checkpoint.hyperparameters import HYPERPARAMETERS, saved_form
 from lightning_distrec.checkpoint.load import Loaded
-from lightning_distrec.checkpoint.plain_state import as_chunked, find_not_plain, refuse_not_plain, with_plain_types
+from lightning_distrec.checkpoint.plain_state import as_chunked, refuse_not_plain, with_plain_types
 from lightning_distrec.checkpoint.save import STATE_FILE, RankContent, Saver, Snapshot, rank_file, take_folder_snapshot
 from lightning_distrec.checkpoint.single_file import fits_in_one_file, take_file_snapshot
 from lightning_distrec.cluster.consensus import Consensus
@@ -48,11 +48,6 @@ MEETING_SECONDS = 20.0
 """How long a rank waits for the others to save a checkpoint with it after an exception."""
 LEAVING_SECONDS = 120.0
 """How long a run that has failed waits for a checkpoint that is still being written."""
-HYPERPARAMETERS = {
-    kind.CHECKPOINT_HYPER_PARAMS_KEY: kind.CHECKPOINT_HYPER_PARAMS_TYPE
-    for kind in (LightningModule, LightningDataModule)
-}
-"""The keys of hyperparameters, and of their type where that is one of OmegaConf's."""
 
 
 class Checkpointing:
@@ -90,6 +85,8 @@ class Checkpointing:
         self._ranks.flags.watch_failures(lambda: self._saver.has_failed)
         if not self.options.pickles:
             self._ranks.all_or_none("setup", lambda: refuse_callbacks(module.trainer))
+            if module.trainer.state.fn == TrainerFn.FITTING and module.trainer.checkpoint_callbacks:
+                prepare_hyperparameters(current_hyperparameters(module.trainer), self._warned)
         if self.options.async_save:
             announce_in_flight(module.trainer, self._saver)
         if (incremental := self.options.incremental) is not None and module.trainer.state.fn == TrainerFn.FITTING:
@@ -143,7 +140,7 @@ class Checkpointing:
         """
         pickles = self.options.pickles
         if not pickles:
-            drop_hyperparameters(checkpoint, self._warned)
+            prepare_hyperparameters(checkpoint, self._warned)
         if self._tables is not None and "optimizer_states" in checkpoint:
             table_states = [self.optimizer_state(optimizer) | {OF_TABLES: True} for optimizer in self._own_optimizers]
             checkpoint["optimizer_states"] = [*checkpoint["optimizer_states"], *table_states]
@@ -299,29 +296,32 @@ def _is_written(saver: Saver, callback: ModelCheckpoint, filepath: Any, trainer:
     return is_being_written or type(callback).file_exists(callback, filepath, trainer)
 
 
-def drop_hyperparameters(checkpoint: dict[str, Any], warned: set[str]) -> None:
-    """Drop hyperparameters of no plain types, with a warning for each; OmegaConf's containers become dicts."""
-    for kind, kind_of_type in HYPERPARAMETERS.items():
-        if kind not in checkpoint:
+def prepare_hyperparameters(checkpoint: dict[str, Any], warned: set[str]) -> None:
+    """Put what can be saved in place of hyperparameters that cannot, and warn of those, and of those that are objects.
+
+    Loading an object by itself would run code, so that load_from_checkpoint asks for it by its name.
+    """
+    reasons: dict[str, str] = {}
+    for key in HYPERPARAMETERS.keys() & checkpoint.keys():
+        if not isinstance(values := checkpoint[key], dict):  # a container of OmegaConf's
             continue
-        if (container := checkpoint.pop(kind_of_type, None)) is not None:
-            # Imported only here: it is no dependency, but must be there where Lightning has noted one of its types.
-            checkpoint[kind] = import_module("omegaconf").OmegaConf.to_container(checkpoint[kind], resolve=True)
-            if kind_of_type not in warned:
-                rank_zero_warn(
-                    f"the hyperparameters are a {container.__name__} of OmegaConf, and a dict in checkpoints: call "
-                    "OmegaConf.create on what load_from_checkpoint passes."
-                )
-                warned.add(kind_of_type)
-        values = checkpoint[kind]
-        refused = [name for name, value in values.items() if find_not_plain(value) is not None]
-        checkpoint[kind] = {name: value for name, value in values.items() if name not in refused}
-        for name in sorted(set(refused) - warned):
-            rank_zero_warn(
-                f"the hyperparameter '{name}' is a {type(values[name]).__name__} and not in checkpoints. Pass it to "
-                "load_from_checkpoint, or set checkpoint={'pickles': True} in the strategy."
-            )
-            warned.add(name)
+        forms = {name: saved_form(name, value) for name, value in values.items()}
+        checkpoint[key] = {name: form for name, (form, _) in forms.items()}
+        reasons |= {name: reason for name, (_, reason) in forms.items() if reason and name not in warned}
+    if reasons:
+        rank_zero_warn(
+            f"checkpoints of this run hold hyperparameters that are objects: {'; '.join(reasons.values())}. "
+            "load_from_checkpoint(path) asks for these by name; load_from_checkpoint(path, weights_only=False) reads "
+            "those that can be saved, and runs their code."
+        )
+        warned.update(reasons)
+
+
+def current_hyperparameters(trainer: Trainer) -> dict[str, Any]:
+    """Return what Lightning will save of the hyperparameters."""
+    module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
+    sources = [source for source in (module, data) if source is not None and source.hparams]
+    return {source.CHECKPOINT_HYPER_PARAMS_KEY: source.hparams for source in sources}
 
 
 def refuse_callbacks(trainer: Trainer) -> None:
@@ -329,8 +329,9 @@ def refuse_callbacks(trainer: Trainer) -> None:
     if trainer.state.fn != TrainerFn.FITTING or not trainer.checkpoint_callbacks:
         return
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        # Lightning's own have plain types, or copies of the whole model.
-        if not type(callback).__module__.startswith("lightning."):
+        # Lightning's averages are copies of the whole model, also in subclasses; its other callbacks have plain types.
+        is_lightnings = type(callback).__module__.startswith("lightning.")
+        if not is_lightnings and not isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             refuse_not_plain(
                 with_plain_types(callback.state_dict()), f"the state_dict of {type(callback).__name__}: state"
             )

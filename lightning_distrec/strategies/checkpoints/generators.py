@@ -40,7 +40,7 @@ def set_generator_states(states: Mapping[str, Any]) -> None:
 
 
 def fingerprint() -> str:
-    """Return a short text that tells states of the host's generators apart."""
+    """Return a short text that differs where states of the host's generators do."""
     states: Any = numpy.random.get_state(legacy=True)
     content = torch.get_rng_state().numpy().tobytes(), random.getstate(), states[1].tobytes(), states[2:]
     return hashlib.blake2b(repr(content).encode(), digest_size=8).hexdigest()
@@ -102,7 +102,7 @@ class HookDraws:
         if not (self._has_begun or trainer.sanity_checking or is_resumed):
             self._starts[hook] = generator_states()
         if saved is not None:
-            # The sanity check undoes what is drawn in it, and loaders may have been made anew, or for the first time,
+            # The sanity check undoes what is drawn in it, and loaders may have been made again, or for the first time,
             # in a later epoch: hooks that come next draw as if this one had been called where the first run called it.
             set_generator_states(before if self._has_begun else self._starts.get(hook, before))
             if self._has_begun:

@@ -31,7 +31,6 @@ from lightning_distrec.namespaces import refuse_other_callbacks
 from lightning_distrec.option_values import as_options, check_choice, parse_timeout
 from lightning_distrec.prefetch.even_batches import UnevenInputs, even
 from lightning_distrec.strategies.checkpoints.checkpoint_io import refuse_checkpoint_io
-from lightning_distrec.strategies.checkpoints.generators import fingerprint
 from lightning_distrec.strategies.checkpoints.job_fit import FIT_NUMBERS, JobFit, run_name
 from lightning_distrec.strategies.checkpoints.resuming import Resuming
 from lightning_distrec.strategies.data_parallel.gradient_exchange import name_option
@@ -201,7 +200,6 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         PROCESS.calls_outside.begin_run(self._wait)
         super().setup_environment()
         self._session = start_session(self.module, self._checkpoint_options, self._wait.total_seconds(), self._session)
-        self._session.checkpoints.fingerprints = (fingerprint(), "")
 
     @override
     def setup_distributed(self) -> None:

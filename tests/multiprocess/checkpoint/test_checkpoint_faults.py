@@ -9,7 +9,6 @@ import signal
 import subprocess
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from enum import Enum
@@ -28,7 +27,6 @@ from lightning_distrec.checkpoint.atomic_folder import MARKER, UNFINISHED, is_ch
 from lightning_distrec.checkpoint.lazy_tensors import materialized
 from lightning_distrec.checkpoint.tools.export_checkpoint import export
 from lightning_distrec.errors import CheckpointError
-from lightning_distrec.strategies.checkpoints.checkpointing import drop_hyperparameters
 from tests.support.checkpoint_folders import edit_marker
 from tests.support.click_model import ClickModel, rank_loader, seeded
 from tests.support.parameters import slow_except
@@ -895,38 +893,6 @@ def test_pickles_are_saved_and_loaded_where_they_are_asked_for(tmp_path: Path) -
         exported = torch.load(tmp_path / f"{kind}.pt")
         assert list(exported) == list(state)
         assert all(torch.equal(exported[name], state[name]) for name in state)
-
-
-def _hyperparameters(scratch: str) -> tuple[list[str], dict[str, Any]]:
-    path, trainer = Path(scratch) / "it.ckpt", _trainer()
-    torch.manual_seed(7)
-    model = WithHyperparameters(0.5, datetime(2026, 1, 1), [1, 2], torch.nn.MSELoss())
-    model.at = {1: lambda: trainer.save_checkpoint(path), 2: lambda: trainer.save_checkpoint(path)}
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        raised = _fit(trainer, model, 2)
-    assert not raised, raised
-    messages = [str(warning.message) for warning in warned if "not in checkpoints" in str(warning.message)]
-    return messages, _content(path)[0]["hyper_parameters"]
-
-
-def test_hyperparameters_that_are_no_plain_types_are_left_out_with_one_warning_each(tmp_path: Path) -> None:
-    ranks = run_on_ranks(_hyperparameters, 2, str(tmp_path))
-    assert ranks[0][0] == [
-        f"the hyperparameter '{name}' is a {kind} and not in checkpoints. Pass it to load_from_checkpoint, or set "
-        "checkpoint={'pickles': True} in the strategy."
-        for name, kind in (("loss", "MSELoss"), ("when", "datetime"))
-    ]
-    assert ranks[1][0] == []
-    assert ranks[0][1] == {"rate": 0.5, "layers": [1, 2]}
-
-
-def test_hyperparameters_of_omegaconf_become_a_dict_with_a_warning() -> None:
-    options = pytest.importorskip("omegaconf").OmegaConf.create({"rate": 0.5, "layers": [1], "same": "${rate}"})
-    checkpoint, warned = {"hyper_parameters": options, "hparams_type": type(options)}, set[str]()
-    with pytest.warns(UserWarning, match="are a DictConfig of OmegaConf, and a dict in checkpoints"):
-        drop_hyperparameters(checkpoint, warned)
-    assert checkpoint == {"hyper_parameters": {"rate": 0.5, "layers": [1], "same": 0.5}}
 
 
 # ------------------------------------------------------------------------------------------------ ranks that differ
