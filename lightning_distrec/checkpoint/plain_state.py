@@ -141,8 +141,9 @@ def to_bytes(value: Any, pickles: bool = False) -> bytes:
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
-        if not pickles:
-            # A checkpoint that cannot be read must fail while the run is alive. On meta nothing is copied.
+        if not pickles and not _is_read(buffer):
+            # A checkpoint that cannot be read must fail while the run is alive.
+            refuse_not_plain(without_hyperparameters(value))
             buffer.seek(0)
             load_safely(buffer, map_location="meta")
     except Exception:
@@ -198,8 +199,15 @@ def _loads(value: Any) -> bool:
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
-        buffer.seek(0)
-        torch.load(buffer, weights_only=True, map_location="meta")
+    except Exception:
+        return False
+    return _is_read(buffer)
+
+
+def _is_read(buffer: io.BytesIO) -> bool:
+    buffer.seek(0)
+    try:
+        torch.load(buffer, weights_only=True, map_location="meta")  # there nothing is copied
     except Exception:
         return False
     return True

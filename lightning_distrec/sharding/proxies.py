@@ -26,6 +26,25 @@ from lightning_distrec.sharding.weights.shard_weight import ShardWeight
 from lightning_distrec.unpicklable import refuse_module, refuse_pickling
 
 
+class _StateOfTable(ShardedTensor):
+    """A table in a state_dict: torch's sharded tensor, whose errors name the table and what to call instead."""
+
+    table_name: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return super().__torch_function__(func, types, args, kwargs)
+        except (RuntimeError, TypeError) as error:
+            values = [*args, *(kwargs or {}).values()]
+            name = next((value.table_name for value in values if isinstance(value, _StateOfTable)), "a table")
+            raise ShardingError(
+                f"'{name}' in a state_dict is all ranks' shards of a table, and {func.__name__} needs all of its rows. "
+                f"trainer.strategy.full_parameter('{name}') returns them on every rank, full_state_dict() all weights "
+                "on rank 0."
+            ) from error
+
+
 class _RefusesQuantizing:
     """Refuses torch's quantization of modules, which gives every module that it looks at this attribute.
 
@@ -90,8 +109,10 @@ class ShardedProxy(_RefusesQuantizing, HoldsMappings):
         state = self.sharded_state_dict()
         for key, name in self.keys.items():
             value = state[name]  # of a data-parallel table, a plain tensor with all of it
-            is_full = not isinstance(value, ShardedTensor)
-            destination[f"{prefix}{key}"] = value if is_full else refuse_pickling(value, f"{self.path}.{key}")
+            if isinstance(value, ShardedTensor):
+                value.__class__ = _StateOfTable
+                refuse_pickling(value, f"{self.path}.{key}").table_name = f"{self.path}.{key}"
+            destination[f"{prefix}{key}"] = value
         self.put_mappings(destination, prefix)
         return destination
 

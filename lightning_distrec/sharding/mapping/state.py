@@ -125,6 +125,18 @@ def load_mappings(root: nn.Module, state: Mapping[str, Any]) -> tuple[set[str], 
     return loaded, errors
 
 
+def resized_mappings(root: nn.Module, state: Mapping[str, Any]) -> set[tuple[int, int]]:
+    """Return the rows that mappings below `root` have, and other numbers of rows that they have in a state_dict."""
+    sizes = set()
+    for path, module in root.named_modules(remove_duplicate=False):
+        for table, mapping in module.mappings.items() if isinstance(module, HoldsMappings) else ():
+            for name, value in state_of(mapping).items():
+                saved = getattr(state.get(f"{path}.{table}{name}"), "shape", None)
+                if saved and value.shape and saved[0] != value.shape[0]:
+                    sizes.add((int(value.shape[0]), int(saved[0])))
+    return sizes
+
+
 class ShardedCollisions(HoldsMappings):
     """Stands for torchrec's ManagedCollisionCollection while it is sharded; ids are mapped where their rows are."""
 

@@ -77,7 +77,7 @@ def _guarded(_: type, func: Callable[..., Any], types: Any, args: Any = (), kwar
         attribute = func.__self__.__name__  # type: ignore[attr-defined]
         name = attribute if name == "__get__" else f"{attribute} =" if attribute in ("data", "grad") else "setting"
     # By the code that calls: a read of the shard is right in an optimizer, and wrong in the user's step.
-    reads_values = name in VALUES | SHAPES if is_attribute else name not in DESCRIBES
+    reads_values = name in VALUES | SHAPES if is_attribute else name not in DESCRIBES or _copies_memory(name)
     if not reads_values or is_called_by_us(inspect.currentframe()):
         with without_guard():
             return func(*args, **kwargs)
@@ -91,6 +91,16 @@ def _guarded(_: type, func: Callable[..., Any], types: Any, args: Any = (), kwar
             return _in_user_code(func, name, args, kwargs)
     write_back()
     return _in_user_code(func, name, args, kwargs)
+
+
+def _copies_memory(name: str) -> bool:
+    """Whether safetensors asks where a tensor lies, to write as many bytes from there as the table has."""
+    if name != "data_ptr":
+        return False
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") in (__name__, "torch._tensor"):
+        frame = frame.f_back
+    return frame is not None and str(frame.f_globals.get("__name__", "")).startswith("safetensors")
 
 
 class ShardValues(Tensor):

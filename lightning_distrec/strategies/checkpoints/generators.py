@@ -39,6 +39,13 @@ def set_generator_states(states: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
+def check_generator_states(states: Mapping[str, Any]) -> None:
+    """Raise what `set_generator_states` would raise."""
+    before = generator_states()
+    set_generator_states(states)
+    set_generator_states(before)
+
+
 def fingerprint() -> str:
     """Return a short text that differs where states of the host's generators do."""
     states: Any = numpy.random.get_state(legacy=True)
@@ -78,6 +85,8 @@ class HookDraws:
         self._reload_epochs = state["reloads"]
         if is_same_number:
             self._saved, self._starts = dict(state["calls"]), dict(state["starts"])
+            for states in (*self._saved.values(), *self._starts.values()):
+                check_generator_states(states)
         if self._has_drawn and state["environment"] != self._environment:
             rank_zero_warn(
                 "prepare_data or setup drew random numbers, and the generators began with another seed than in the run "

@@ -24,13 +24,17 @@ def load_weights(
     keys: dict[str, str] = {}
     mapped: set[str] = set()
     if shards is not None:
-        from lightning_distrec.sharding.mapping.state import load_mappings  # it loads torchrec
+        # It loads torchrec.
+        from lightning_distrec.sharding.mapping.state import load_mappings, resized_mappings
 
         keys = shards.keys_in_tree()
         tables = {table.full_name: table.config for table in shards.tables}
+        sizes = resized_mappings(module, state)
         for key in (key for key in state if key in keys):
             config = tables[keys[key]]
-            _load_table(shards, key, keys[key], (config.num_embeddings, config.embedding_dim), state[key], grow)
+            shape = config.num_embeddings, config.embedding_dim
+            _refuse_resized_mapping(key, keys[key], shape[0], state[key], sizes)
+            _load_table(shards, key, keys[key], shape, state[key], grow)
         mapped, errors = load_mappings(module, state)
         if errors:
             raise CheckpointError(f"the checkpoint does not fit the module: {errors[0]}")
@@ -62,6 +66,17 @@ def load_weights(
         rank_zero_warn(
             f"the checkpoint was loaded in part, as strict_loading=False allows: missing, and unchanged, {missing}; "
             f"in the checkpoint only {unexpected}."
+        )
+
+
+def _refuse_resized_mapping(key: str, name: str, num_rows: int, value: Any, sizes: set[tuple[int, int]]) -> None:
+    """Raise CheckpointError: the table's ids have rows by a mapping of another size."""
+    shape = tuple(getattr(as_lazy(value), "shape", ())) or (0,)
+    if (num_rows, shape[0]) in sizes:
+        raise CheckpointError(
+            f"table '{name}' has {num_rows} rows, and the checkpoint's '{key}' has {shape[0]}, to which its ids are "
+            f"mapped: such a table cannot grow or shrink. Keep {shape[0]} rows; or let it start over under another "
+            "name, with strict_loading=False on the module."
         )
 
 

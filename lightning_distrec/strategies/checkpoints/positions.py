@@ -24,7 +24,12 @@ from lightning_distrec.prefetch.stateful_loaders import (
     is_stateful,
     loses_order,
 )
-from lightning_distrec.strategies.checkpoints.generators import HookDraws, generator_states, set_generator_states
+from lightning_distrec.strategies.checkpoints.generators import (
+    HookDraws,
+    check_generator_states,
+    generator_states,
+    set_generator_states,
+)
 
 
 def update_in_resumed_epoch(trainer: Trainer) -> None:
@@ -126,6 +131,7 @@ class Positions:
         if loaded.rank_state is not None:
             fit_loop["state_dict"]["combined_loader"] = loaded.rank_state["loaders"]
             self._generators = loaded.rank_state["generators"]
+            check_generator_states(loaded.rank_state["generators"])
         elif loaded.rank_0_state is not None and loaded.marker is not None:
             rank_zero_info(
                 f"The checkpoint was written by {loaded.marker.get('num_ranks')} ranks, and there are "

@@ -621,7 +621,7 @@ def _file_of_others(scratch: str) -> dict[str, tuple[str, int]]:
     kinds = {
         "no state_dict": {"model": {"x": torch.ones(2)}},
         "a list": [torch.ones(2)],
-        "an object": {"state_dict": {}, "when": datetime(2026, 1, 1)},
+        "an object": {"state_dict": {}, "layer": torch.nn.GELU()},
     }
     paths = {name: f"{scratch}/{rank_and_num_ranks()[0]} {name}.ckpt" for name in kinds}
     for name, content in kinds.items():

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from torchrec import KeyedJaggedTensor
 
 from lightning_distrec import DynamicIds, TableOptions
-from lightning_distrec.errors import ConfigError, DistRecError, ShardingError
+from lightning_distrec.errors import CheckpointError, ConfigError, DistRecError, ShardingError
 from lightning_distrec.serving import answer
 from lightning_distrec.serving.artifact import export_for_serving
 from lightning_distrec.sharding.mapping import id_mapping
@@ -24,11 +24,13 @@ from tests.support.click_model import seeded
 from tests.support.embedding_models import too_far, whole_state
 from tests.support.mapped_models import (
     FEATURES,
+    ROWS,
     Checkpointed,
     DynamicModel,
     ManagedModel,
     ManagedSequences,
     Padded,
+    hash_zch,
     joined,
     loader,
     make_batch,
@@ -307,6 +309,35 @@ def test_what_would_map_ids_otherwise_is_refused() -> None:
     for rank_result in run_each_on_ranks(calls, 2):
         for name, (*_, message) in REFUSED.items():
             assert message in rank_result[name], name
+
+
+class Resized(ManagedModel):
+    """Has as many times the rows as `scale` says."""
+
+    @staticmethod
+    def maps_by(name: str, evicts: bool = False, scale: int = 1) -> Any:
+        return hash_zch(name, evicts, zch_size=ROWS[name] * scale)
+
+
+def _resized(path: str) -> list[str]:
+    _train(Resized, {}, (0, 1), saves=path)
+    messages = []
+    for scale, resumes, options in ((2, path, {}), (2, "", {"start_from": path, "grow_tables": True})):
+        try:
+            _train(Resized, {"scale": scale}, (0, 1), resumes=resumes, strategy={"checkpoint": options})
+        except CheckpointError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_a_table_with_mapped_ids_does_not_grow_and_no_advice_says_that_it_would(tmp_path: Path) -> None:
+    for messages in run_on_warm_ranks(_resized, 2, str(tmp_path / "it.ckpt")):
+        assert len(messages) == 2
+        for message in messages:
+            assert (
+                "has 24, to which its ids are mapped: such a table cannot grow or shrink. Keep 24 rows; or" in message
+            )
+            assert "grow_tables" not in message
 
 
 def test_evicted_rows_are_reset_and_checkpoints_go_on_with_other_numbers_of_ranks(tmp_path: Path) -> None:

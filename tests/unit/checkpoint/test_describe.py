@@ -194,7 +194,7 @@ class Code:
 
 
 def test_files_that_would_run_code_or_are_something_else_are_not_read(tmp_path: Path) -> None:
-    torch.save({"state_dict": {}, "hyper_parameters": Code()}, tmp_path / "code.ckpt")
+    torch.save({"state_dict": {}, "callbacks": Code()}, tmp_path / "code.ckpt")
     (tmp_path / "text.safetensors").write_text("nothing of the kind")
     assert "Nothing in it was run." in (describe(tmp_path / "code.ckpt").problem or "")
     assert "is no safetensors file" in (describe(tmp_path / "text.safetensors").problem or "")
