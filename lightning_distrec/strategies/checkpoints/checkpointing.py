@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -36,7 +36,7 @@ from lightning_distrec.strategies.checkpoints.generators import HookDraws
 from lightning_distrec.strategies.checkpoints.incremental_saves import IncrementalSaves
 from lightning_distrec.strategies.checkpoints.job_fit import JobFit
 from lightning_distrec.strategies.checkpoints.module_weights import load_weights
-from lightning_distrec.strategies.checkpoints.optimizer_state import OF_TABLES, OptimizerStates, StateRanks
+from lightning_distrec.strategies.checkpoints.optimizer_state import OF_TABLES, START, OptimizerStates, StateRanks
 from lightning_distrec.strategies.checkpoints.positions import Positions
 from lightning_distrec.strategies.checkpoints.table_states import SavedTables
 from lightning_distrec.versions import find_installed
@@ -221,6 +221,7 @@ class Checkpointing:
                 "checkpoint={'start_from': path} in the strategy, and no ckpt_path."
             )
         if self._module.trainer.state.fn == TrainerFn.FITTING:
+            refuse_added_groups(self._module.trainer, checkpoint)
             self._ranks.all_or_none("loading a checkpoint", lambda: self._resume(path, loaded))
         return checkpoint
 
@@ -322,6 +323,18 @@ def current_hyperparameters(trainer: Trainer) -> dict[str, Any]:
     module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
     sources = [source for source in (module, data) if source is not None and source.hparams]
     return {source.CHECKPOINT_HYPER_PARAMS_KEY: source.hparams for source in sources}
+
+
+def refuse_added_groups(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
+    """Raise CheckpointError: a BaseFinetuning callback had added param groups, and would leave them frozen."""
+    if not any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        return
+    for number, (optimizer, state) in enumerate(zip(trainer.optimizers, checkpoint["optimizer_states"], strict=False)):
+        if (saved := len(state["param_groups"])) > (groups := len(optimizer.param_groups)):
+            raise CheckpointError(
+                f"optimizer {number} has {groups} param group(s), and the checkpoint's had {saved}: a BaseFinetuning "
+                f"callback has added some, and would unfreeze nothing now. Return as many, {START}"
+            )
 
 
 def refuse_callbacks(trainer: Trainer) -> None:

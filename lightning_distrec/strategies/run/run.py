@@ -15,6 +15,7 @@ from lightning_distrec.cluster.consensus import Consensus, job_consensus
 from lightning_distrec.errors import ShardingError, UnsupportedError
 from lightning_distrec.optimizers.gradient_hooks import GradientHooks
 from lightning_distrec.strategies.checkpoints.checkpointing import Checkpointing
+from lightning_distrec.strategies.checkpoints.generators import fingerprint
 from lightning_distrec.strategies.data_parallel.replicated_layers import (
     BroadcastSkipper,
     NoBroadcasts,
@@ -42,10 +43,11 @@ def start_session(
     """Collective, once the ranks have met. Return the earlier session while its process groups are still there."""
     # Groups of the process last as long as its default process group, which all Trainers of a program share.
     job = job_consensus(timeout_seconds)
-    if earlier is not None and earlier.consensus is job.general:
-        return earlier
-    checkpoints = Checkpointing(options, job.general, job.checkpoints, module)
-    return Session(consensus=job.general, step_consensus=job.steps, checkpoints=checkpoints)
+    if earlier is None or earlier.consensus is not job.general:
+        checkpoints = Checkpointing(options, job.general, job.checkpoints, module)
+        earlier = Session(consensus=job.general, step_consensus=job.steps, checkpoints=checkpoints)
+    earlier.checkpoints.fingerprints = (fingerprint(), "")  # Lightning has set the seed by now
+    return earlier
 
 
 @dataclass(kw_only=True)

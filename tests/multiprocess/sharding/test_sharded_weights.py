@@ -10,10 +10,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities import grad_norm, rank_zero_only
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from lightning_distrec import NormalizeRows
-from lightning_distrec.errors import ConfigError, ShardedWeightError
+from lightning_distrec.errors import ConfigError, ShardedWeightError, ShardingError
 from tests.support.click_model import seeded
 from tests.support.embedding_models import TwoTower, loader, pairs, too_far, train_unsharded, whole_state
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
@@ -337,6 +339,40 @@ def _wrong_calls() -> dict[str, str]:
             strategy.full_parameter(*call)
         message[case] = str(refused.value)
     return message
+
+
+def _read_by_others(folder: str) -> dict[str, str]:
+    rank, _ = rank_and_num_ranks()
+    model = seeded(TwoTower)
+    trainer = make_trainer({"convert_embeddings": "all"})
+    trainer.fit(model, loader([pairs(0, rank)]))
+    state, weights = model.state_dict(), dict(model.named_parameters())
+    name = next(key for key, value in state.items() if isinstance(value, ShardedTensor))
+    plain = torch.zeros(state[name].size())
+    calls: dict[str, Callable[[], Any]] = {
+        "save_file": lambda: save_file(state, f"{folder}/state.safetensors"),
+        "save_file of parameters": lambda: save_file(weights, f"{folder}/weights.safetensors"),
+        "equal": lambda: torch.equal(state[name], plain),
+        "allclose": lambda: torch.allclose(plain, state[name]),
+        "==": lambda: state[name] == plain,
+    }
+    messages = {}
+    for call, function in calls.items():
+        with pytest.raises((ShardingError, ShardedWeightError)) as raised:
+            function()
+        messages[call] = str(raised.value)
+    return messages | {"name": name}
+
+
+def test_what_others_read_of_shards_is_refused_with_the_name_of_the_table(tmp_path: Any) -> None:
+    for messages in run_on_warm_ranks(_read_by_others, 2, str(tmp_path)):
+        name = messages.pop("name")
+        for call, message in messages.items():
+            assert "full_parameter('" in message, call
+            if call != "save_file of parameters":
+                assert f"'{name}' in a state_dict is all ranks' shards of a table, and" in message, call
+                assert f"trainer.strategy.full_parameter('{name}') returns them on every rank" in message, call
+    assert not list(tmp_path.iterdir())
 
 
 def test_full_parameter_refuses_what_is_not_there_on_every_rank() -> None:
