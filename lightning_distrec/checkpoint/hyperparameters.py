@@ -60,10 +60,10 @@ class Unread:
 
 def left_out(type_name: str) -> Unread:
     """Return what stands for an object of this type; checkpoints hold it where an object cannot be saved."""
-    return _stand_in(type_name)()
+    return _unread_type(type_name)()
 
 
-def _stand_in(type_name: str) -> type[Unread]:
+def _unread_type(type_name: str) -> type[Unread]:
     return type("Unread", (Unread,), {"type_name": type_name})
 
 
@@ -78,19 +78,19 @@ def _known_type(name: str) -> Any:
         return _member
     if attribute in HARMLESS.get(module, ()):
         package = module.partition(".")[0]
-        return getattr(import_module(module), attribute) if find_spec(package) else _stand_in(name)
+        return getattr(import_module(module), attribute) if find_spec(package) else _unread_type(name)
     # Of a module that the program has imported: nothing of the checkpoint's choice is imported.
-    found: Any = sys.modules.get(module)
+    resolved: Any = sys.modules.get(module)
     for part in attribute.split("."):
-        found = getattr(found, part, None)
-    return found if isinstance(found, type) and issubclass(found, Enum) else _stand_in(name)
+        resolved = getattr(resolved, part, None)
+    return resolved if isinstance(resolved, type) and issubclass(resolved, Enum) else _unread_type(name)
 
 
 def _member(kind: Any, name: Any) -> Any:
     """Return a member of an Enum, in place of getattr."""
     if isinstance(kind, type) and issubclass(kind, Enum) and type(name) is str:
         return kind[name]
-    return _stand_in("builtins.getattr")()
+    return _unread_type("builtins.getattr")()
 
 
 def load_safely(file: Any, load: Callable[..., Any] = torch.load, **options: Any) -> Any:
@@ -106,9 +106,9 @@ def load_safely(file: Any, load: Callable[..., Any] = torch.load, **options: Any
     try:
         _rewind(file)
         names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-        known: Any = [(_known_type(name), name) for name in names]
+        types: Any = [(_known_type(name), name) for name in names]
         _rewind(file)
-        with torch.serialization.safe_globals(known):
+        with torch.serialization.safe_globals(types):
             content = load(file, weights_only=True, **options)
     except Exception:
         raise refusal from None
@@ -162,9 +162,9 @@ def saved_form(name: str, value: Any) -> tuple[Any, str]:
 
 def _read_back(buffer: io.BytesIO) -> Any:
     buffer.seek(0)
-    known: Any = [(_known_type(name), name) for name in torch.serialization.get_unsafe_globals_in_checkpoint(buffer)]
+    types: Any = [(_known_type(name), name) for name in torch.serialization.get_unsafe_globals_in_checkpoint(buffer)]
     buffer.seek(0)
-    with torch.serialization.safe_globals(known):
+    with torch.serialization.safe_globals(types):
         return torch.load(buffer, weights_only=True, map_location="meta")
 
 

@@ -185,8 +185,8 @@ BREAKAGES = (
     Breakage(
         "pickled-shards",
         "lightning_distrec/sharding/proxies.py",
-        r"value if is_full else refuse_pickling\([^\n]*\)",
-        "value",
+        r"refuse_pickling\(value, [^\n]*\)\.table_name",
+        "value.table_name",
         "torch.save(model.state_dict()) on one rank loses the rows of the others without a word.",
         ("multiprocess/strategies/test_unsharding.py",),
     ),

@@ -1,6 +1,7 @@
 """Runs whose hooks all draw random numbers, from all generators: data, splits and noise."""
 
 import random
+import secrets
 from collections.abc import Iterator
 from typing import Any
 
@@ -165,7 +166,7 @@ def fit(
 ) -> Noisy:
     """Train with a seed, or none; saves: on the way."""
     if seed is None:
-        torch.manual_seed(id(data) + rank_and_num_ranks()[0])
+        torch.manual_seed(secrets.randbits(31))
     else:
         pl.seed_everything(seed)
     module = kind()
