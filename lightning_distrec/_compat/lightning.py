@@ -50,6 +50,9 @@ AVERAGE = "_average_model"
 They call its `to`, `parameters` and `state_dict`.
 """
 
+PRUNED = "_parameters_to_prune"
+"""The attribute in which ModelPruning holds pairs of a module and the name of its parameter, from its setup on."""
+
 unscales_in_step = _optimizer_handles_unscaling
 """Returns whether an optimizer unscales gradients inside of `step`, as torch's fused ones do."""
 

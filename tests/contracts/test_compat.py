@@ -14,7 +14,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.optim import _apply_optimizer_in_backward, _get_in_backward_optimizers
@@ -131,6 +132,12 @@ def test_average_models_are_where_the_callbacks_keep_them() -> None:
     for callback in (WeightAveraging(), StochasticWeightAveraging(swa_lrs=0.1)):
         assert f"self.{_lightning.AVERAGE} = " in inspect.getsource(type(callback).setup)
         assert getattr(callback, _lightning.AVERAGE) is None
+
+
+def test_pruned_holds_the_modules_and_names_of_model_pruning() -> None:
+    model, callback = BoringModel(), ModelPruning("l1_unstructured", amount=0.5)
+    callback.setup(pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False), model, "fit")
+    assert set(getattr(callback, _lightning.PRUNED)) == {(model.layer, "weight"), (model.layer, "bias")}
 
 
 def test_unscales_in_step_knows_torchs_fused_optimizers() -> None:

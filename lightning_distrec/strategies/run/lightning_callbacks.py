@@ -1,16 +1,18 @@
 """Lightning's own callbacks that average a module's parameters: what they get when those are shards."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_distrec._compat.lightning import AVERAGE
+from lightning_distrec._compat.lightning import AVERAGE, PRUNED
+from lightning_distrec.errors import UnsupportedError
 from lightning_distrec.sharding.weights.shard_access import rewriting, write_back
 
 FullState = Callable[[], dict[str, Any]]
@@ -18,7 +20,7 @@ FullState = Callable[[], dict[str, Any]]
 
 
 def adapt_callbacks(trainer: Trainer, module: LightningModule, full_state: FullState) -> None:
-    """Let averages be kept shard by shard; called after sharding."""
+    """Let averages be kept shard by shard; called after sharding. Raises UnsupportedError: shards would be pruned."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
             copies = WeightCopies(module, full_state)
@@ -28,6 +30,20 @@ def adapt_callbacks(trainer: Trainer, module: LightningModule, full_state: FullS
                 average.module = copies
             else:
                 setattr(callback, AVERAGE, copies)
+        elif isinstance(callback, ModelPruning):
+            refuse_pruned_shards(getattr(callback, PRUNED), module)
+
+
+def refuse_pruned_shards(pruned: Iterable[tuple[nn.Module, str]], root: nn.Module) -> None:
+    """Raise UnsupportedError: a parameter that is to be pruned is sharded. pruned: modules, and names in them."""
+    modules = set(root.modules())
+    for module, name in pruned:
+        # A table's module has been replaced; which values are the smallest depends on the shards of all ranks.
+        if module not in modules or isinstance(getattr(module, name), DTensor):
+            raise UnsupportedError(
+                f"ModelPruning would prune '{name}' of {type(module).__name__}, which is sharded over the ranks: masks "
+                "are made of a whole weight. Name layers that are not in parameters_to_prune, or use 'ddp_tuned'."
+            )
 
 
 class WeightCopies(nn.Module):

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -175,6 +176,11 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "'out.weight', 'out.bias'|uses the weights of a block without calling it": (Reaches, SMALL, {}),
     "param group 0, a parameter of shape .16, 12. that is not in the module": (OldList, SMALL, {}),
     "LBFGS flattens all parameters into one vector": (WithLBFGS, SMALL, {}),
+    "ModelPruning would prune 'weight' of Linear, which is sharded": (
+        Plain,
+        SMALL,
+        {"callbacks": [ModelPruning("l1_unstructured", amount=0.5)]},
+    ),
     "'table' has sparse gradients, which FSDP2 does not reduce": (WithEmbedding, SMALL, {}),
     "'NoReset' .NoReset. is on the meta device and has no reset_parameters": (NoReset, SMALL, {}),
     "wrap: the module has no 'Linea', neither as a class nor as a path. Did you mean 'Linear'": (

@@ -6,7 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelPruning
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
@@ -40,6 +40,7 @@ def _case(name: str) -> tuple[type, tuple[type, dict[str, Any]], dict[str, Any],
     return {
         "accumulation": (ClickModel, SGD, FUSED, {"accumulate_grad_batches": 4}),
         "accumulation later": (ClickModel, SGD, FUSED, {"callbacks": [GradientAccumulationScheduler({1: 2})]}),
+        "pruning": (ClickModel, SGD, {}, {"callbacks": [ModelPruning("l1_unstructured", amount=0.5)]}),
         "64-true": (ClickModel, SGD, {}, {"precision": "64-true"}),
         "clip fused": (ClickModel, SGD, FUSED, {"gradient_clip_val": 1.0}),
         "scaler fused": (ClickModel, SGD, FUSED, {"plugins": [_scaled(torch.amp.GradScaler("cpu"))]}),
@@ -73,6 +74,7 @@ def _case(name: str) -> tuple[type, tuple[type, dict[str, Any]], dict[str, Any],
 MESSAGES = {
     "accumulation": "UnsupportedError: .*accumulate_grad_batches=4: table 'ebc.wide'.*embedding_update='auto'",
     "accumulation later": "UnsupportedError: .*accumulate_grad_batches=2",
+    "pruning": "UnsupportedError: ModelPruning would prune 'weight' of EmbeddingBag, which is sharded over the ranks",
     "64-true": r"UnsupportedError: .*precision='64-true'\): FBGEMM has no float64 tables. Use one of '32-true'",
     "clip fused": "UnsupportedError: .*gradient_clip_val=1.0: table 'ebc.wide' is updated inside of backward",
     "scaler fused": "UnsupportedError: .*scales the loss and may skip steps, but table 'ebc.wide'",
