@@ -122,10 +122,9 @@ def test_the_watchdog_survives_whatever_strangers_send(hub_port: int, count: int
     assert _soon(lambda: _greet_hub(hub_port))
 
 
-@pytest.mark.parametrize("count", COUNTS)
-def test_the_store_survives_whatever_strangers_send(count: int) -> None:
+def test_the_store_survives_whatever_strangers_send() -> None:
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    _send_all(store.port, count)
+    _send_all(store.port, 300)  # torch looks up a stack trace for each
     store.set("key", "value")
     assert store.get("key") == b"value"
 
