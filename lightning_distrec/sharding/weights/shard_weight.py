@@ -151,6 +151,17 @@ def is_elementwise_optimizer(optimizer: Any) -> bool:
     return type(optimizer).__module__.startswith(("torch.", "torchrec."))
 
 
+def guard_state(optimizer: Optimizer) -> None:
+    """Let loaded state of an optimizer of the user's be values of shards, as its own code makes it."""
+    if is_elementwise_optimizer(optimizer):
+        return
+    with without_guard():
+        for parameter, state in optimizer.state.items():
+            if isinstance(parameter, ShardWeight):
+                values = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == parameter.shape}
+                state.update(_wrap(values, parameter.place, is_computed=True))
+
+
 def _is_in_optimizer(frame: FrameType | None) -> bool:
     # Up to the Trainer: a step that an optimizer's closure calls is user code again, and Lightning lies in between.
     while frame is not None and not frame.f_globals.get("__name__", "").startswith("lightning"):
