@@ -19,7 +19,6 @@ from lightning_distrec.checkpoint.lazy_tensors import materialized_as
 from lightning_distrec.chunks import Chunk, ChunkedTensor
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError
-from lightning_distrec.sharding.weights.shard_weight import guard_state
 from lightning_distrec.strategies.checkpoints.table_states import SavedTable, SavedTables, class_name
 
 UNSAVED_KEYS = ("params", "param_names")
@@ -182,7 +181,11 @@ class OptimizerStates:
             numbered.append({**group, **unsaved, "params": list(range(first, index))})
         # torch's own loading moves values to the parameter's device and type, and keeps "step" as it is.
         optimizer.load_state_dict({"state": states_by_index, "param_groups": numbered})
-        guard_state(optimizer)
+        if any(hasattr(parameter, "place") for parameter in optimizer.state):
+            # Here, since runs without tables import no torchrec.
+            from lightning_distrec.sharding.weights.shard_weight import guard_state
+
+            guard_state(optimizer)
         fresh = [name for named_parameters in names for name in named_parameters if name not in saved_names]
         if fresh:
             ending = f" and {len(fresh) - 1} more" if fresh[1:] else ""
