@@ -10,6 +10,7 @@ In a program: `serve.Server(folder).answer({"name": tensor, ...})`. Tables stay 
 import importlib
 import json
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,13 @@ HERE = Path(__file__).resolve().parent
 class Server:
     """The trained module, as `lightning-distrec export` wrote it."""
 
-    def __init__(self, folder: str | Path = HERE) -> None:
-        """Load the program, and map the tables."""
+    def __init__(self, folder: str | Path = HERE, verify: bool = True) -> None:
+        """Load the program, and map the tables. verify: whether to read all bytes first; ValueError: damaged."""
         folder = Path(folder)
         self.about = json.loads((folder / "serving.json").read_text())
+        for name, checksum in self.about.get("crc32", {}).items() if verify else ():
+            if file_crc32(folder / name) != checksum:
+                raise ValueError(f"{folder / name} is damaged: it does not match its checksum. Export it again.")
         for package in self.about["needs"]:
             # Registers operators, which torch.export.load looks up by name.
             importlib.import_module(package)
@@ -45,6 +49,8 @@ class Server:
             raise ValueError(f"the request lacks {sorted(missing)}")
         # The program refuses keys that it was not exported with, and a request may have more.
         order = {name: inputs[name] for name in self.about["inputs"]}
+        for name, tensor in order.items():
+            self._check_input(name, tensor, order)
         self._check_sizes(order)
         try:
             with torch.no_grad():
@@ -54,9 +60,27 @@ class Server:
         except (IndexError, RuntimeError) as error:
             if "out of range" not in str(error) and "not in the valid range" not in str(error):
                 raise
-            largest = {name: int(ids.max()) for name, ids in order.items() if not ids.is_floating_point() and len(ids)}
-            ids = ", ".join(f"{number} in '{name}'" for name, number in largest.items())
-            raise ValueError(f"an id has no row in its table; the largest are {ids}") from error
+            integers = {name: ids for name, ids in order.items() if not ids.is_floating_point() and ids.numel()}
+            ids = ", ".join(f"{int(ids.min())} to {int(ids.max())} in '{name}'" for name, ids in integers.items())
+            raise ValueError(f"an id has no row in its table; there are {ids}") from error
+
+    def _check_input(self, name: str, tensor: torch.Tensor, inputs: dict[str, torch.Tensor]) -> None:
+        """Raise ValueError where an input has another type or shape, or lengths do not divide their values."""
+        about = self.about["inputs"][name]
+        dtype, sizes = about["dtype"], about["shape"]
+        if not isinstance(tensor, torch.Tensor) or str(tensor.dtype) != f"torch.{dtype}":
+            raise ValueError(
+                f"'{name}' must be a tensor of {dtype}, not {getattr(tensor, 'dtype', type(tensor).__name__)}"
+            )
+        matches = [size is None or size == actual for size, actual in zip(sizes, tensor.shape, strict=False)]
+        if len(sizes) != tensor.dim() or not all(matches):
+            shape = " x ".join("any" if size is None else str(size) for size in sizes) or "one number"
+            raise ValueError(f"'{name}' must have the shape {shape}, not {' x '.join(map(str, tensor.shape))}")
+        if (values := about.get("lengths_of")) in inputs:
+            if tensor.numel() and int(tensor.min()) < 0:
+                raise ValueError(f"'{name}' has the length {int(tensor.min())}")
+            if int(tensor.sum()) != len(inputs[values]):
+                raise ValueError(f"'{name}' sum up to {int(tensor.sum())}, and '{values}' has {len(inputs[values])}")
 
     def _check_sizes(self, inputs: dict[str, torch.Tensor]) -> None:
         """Raise ValueError where inputs that have one row for each example have unequal numbers of rows."""
@@ -77,15 +101,42 @@ class Server:
             raise ValueError(f"the request has {sorted(unknown)}, and the inputs are {sorted(inputs_by_name)}")
         inputs = {}
         for name, values in request.items():
-            # Lists without examples do not show their inner sizes; these come from the export.
-            item_shape = inputs_by_name[name]["shape"][1:]
-            dtype = inputs_by_name[name]["dtype"]
+            shape, dtype = inputs_by_name[name]["shape"], inputs_by_name[name]["dtype"]
+            kind = dtype.rstrip("0123456789")
+            # torch would make 1 of 1.7 and of true.
+            allowed = KINDS.get(kind, (int, float))
+            for leaf in plain_leaves(values):
+                if type(leaf) not in allowed:
+                    raise ValueError(f"'{name}' must be lists of {dtype}, and has {leaf!r}")
             try:
-                values = torch.tensor(values, dtype=getattr(torch, dtype))
+                tensor = torch.tensor(values, dtype=getattr(torch, dtype))
             except (TypeError, ValueError, RuntimeError) as error:
                 raise ValueError(f"'{name}' must be lists of {dtype} in equal lengths: {error}") from error
-            inputs[name] = values.reshape(-1, *item_shape) if None not in item_shape and item_shape else values
+            # Lists without examples do not show their inner sizes; these come from the export.
+            inputs[name] = tensor if tensor.numel() or None in shape[1:] else tensor.reshape(0, *shape[1:])
         return plain(self.answer(inputs))
+
+
+KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "uint": (int,), "bool": (bool,)}
+"""Names of torch's types without bits -> types of JSON for them; others take all numbers."""
+
+
+def plain_leaves(value: Any) -> Any:
+    """Yield what is no list, in nested lists."""
+    if isinstance(value, list):
+        for item in value:
+            yield from plain_leaves(item)
+    else:
+        yield value
+
+
+def file_crc32(path: Path) -> int:
+    """Return the checksum of a file."""
+    checksum = 0
+    with open(path, "rb", buffering=0) as file:
+        while content := file.read(2**20):
+            checksum = zlib.crc32(content, checksum)
+    return checksum
 
 
 def plain(value: Any) -> Any:

@@ -149,6 +149,10 @@ def _write(
     needs = needed_packages(program)
     types = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in inputs.items()}
     described: dict[str, Any] = {name: {"dtype": types[name], "shape": shapes[name]} for name in inputs}
+    for name in inputs:
+        values = f"{name.removesuffix('lengths')}values"
+        if values != f"{name}values" and values in inputs and int(inputs[name].sum()) == len(inputs[values]):
+            described[name]["lengths_of"] = values
     about: dict[str, Any] = {"of": type(module).__name__, "inputs": described, "needs": needs, "bits": bits}
     _write_json(folder / ABOUT, about)
     outputs = answer.leaves(expected)
@@ -173,7 +177,8 @@ def _write(
             described[name]["rows"] = [len(inputs[name]), len(request[name])] if inputs[name].dim() else []
     differences, differs = _differences(answers, outputs)
     largest = float(differences.max()) if differences.numel() else 0.0
-    _write_json(folder / ABOUT, {**about, "largest_difference": largest})
+    crc32 = {name: answer.file_crc32(folder / name) for name in (TABLES, PROGRAM, EXAMPLES, REQUEST)}
+    _write_json(folder / ABOUT, {**about, "largest_difference": largest, "crc32": crc32})
     return Served(
         num_tables=len(stored),
         table_bytes=sum(num_bytes(table) for table in stored.values()),

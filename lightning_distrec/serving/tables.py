@@ -114,7 +114,7 @@ class QuantizedEmbedding(_Quantized):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the rows of ids, input.shape + (embedding_dim,)."""
-        rows = dequantized(self.rows[input.flatten().long()], self.embedding_dim, self.bits)
+        rows = dequantized(self.rows.index_select(0, input.flatten().long()), self.embedding_dim, self.bits)
         return rows.reshape(*input.shape, self.embedding_dim)
 
 
@@ -128,7 +128,8 @@ class QuantizedBag(_Quantized):
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Return one pooled row per bag, (num_bags, embedding_dim). Arguments: nn.EmbeddingBag's."""
         ids = input.flatten().long()
-        rows = dequantized(self.rows[ids], self.embedding_dim, self.bits)
+        # Not self.rows[ids], for which -1 is the last row.
+        rows = dequantized(self.rows.index_select(0, ids), self.embedding_dim, self.bits)
         # The rows that were looked up become a table themselves, of which each row is read once.
         places = torch.arange(ids.shape[0], device=ids.device).reshape(input.shape)
         offsets, mode, has_last = None if offsets is None else offsets.long(), self.mode, self.include_last_offset

@@ -21,6 +21,8 @@ VERSION = 1
 """Version of the format; a reader refuses others."""
 LARGEST = 2**62
 """Larger numbers are refused."""
+MOST_RANKS = 2**20
+"""More than any cluster has; what is computed from a plan takes memory for each rank."""
 
 _PLAN_FIELDS = ("version", "num_ranks", "ranks_per_node", "device", "tables")
 _TABLE_FIELDS = ("rows", "dim", "data_type", "sharding_type", "compute_kernel", "shards")
@@ -98,8 +100,8 @@ def _plan(content: Any) -> ShardingPlan:
         reason = f"{content['version']}, and this version of lightning_distrec reads {VERSION}."
         raise _Wrong("version", f"{reason} Install the version that wrote it, or a later one.")
     _check_fields(content, "", _PLAN_FIELDS)
-    num_ranks = _number(content["num_ranks"], "num_ranks", smallest=1)
-    on_node = _number(content["ranks_per_node"], "ranks_per_node", smallest=1)
+    num_ranks = _number(content["num_ranks"], "num_ranks", smallest=1, largest=MOST_RANKS)
+    on_node = _number(content["ranks_per_node"], "ranks_per_node", smallest=1, largest=MOST_RANKS)
     if num_ranks % on_node:
         raise _Wrong("ranks_per_node", f"{num_ranks} ranks cannot be divided into nodes of {on_node} ranks each.")
     device = _one_of(content["device"], "device", ("cpu", "cuda"))
@@ -166,9 +168,10 @@ def _check_fields(content: Any, place: str, needed: Sequence[str], optional: Seq
             raise _Wrong(place, f"{name!r} is not known{did_you_mean(name, allowed)} There are {', '.join(allowed)}.")
 
 
-def _number(value: Any, place: str, smallest: int) -> int:
-    if type(value) is not int or not smallest <= value <= LARGEST:
-        raise _Wrong(place, f"{_short(value)} is not a whole number of at least {smallest}.")
+def _number(value: Any, place: str, smallest: int, largest: int = LARGEST) -> int:
+    if type(value) is not int or not smallest <= value <= largest:
+        limit = f" and at most {largest:,}" if largest != LARGEST else ""
+        raise _Wrong(place, f"{_short(value)} is not a whole number of at least {smallest}{limit}.")
     return value
 
 

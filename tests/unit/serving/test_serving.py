@@ -209,6 +209,42 @@ def test_what_cannot_be_served_is_told_and_leaves_nothing(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
+BAD_REQUESTS: dict[str, tuple[str, Any, str]] = {
+    "fractions": ("words", [[1.7, 2, 3]], "'words' must be lists of int64, and has 1.7"),
+    "truth": ("words", [[True, 2, 3]], "'words' must be lists of int64, and has True"),
+    "text": ("dense", [["a", 2.0]], "'dense' must be lists of float32, and has 'a'"),
+    "flat": ("words", [1, 2, 3], "'words' must have the shape any x 3, not 3"),
+    "wide": ("words", [[1, 2, 3, 4]], "'words' must have the shape any x 3, not 1 x 4"),
+    "negative": ("words", [[-1, 2, 3]], "an id has no row in its table; there are .*-1 to 3 in 'words'"),
+    "large": ("words", [[50, 2, 3]], "an id has no row in its table; there are .*2 to 50 in 'words'"),
+    "no id": ("features.values", [-1, 0], "an id has no row in its table; there are -1 to 0 in 'features.values'"),
+    "lengths below 0": ("features.lengths", [-1, 3, 0, 0], "'features.lengths' has the length -1"),
+    "sum of lengths": ("features.lengths", [1, 0, 0, 0], "'features.lengths' sum up to 1, and 'features.values' has 2"),
+    "ragged": ("words", [[1, 2, 3], [1]], "'words' must be lists of int64 in equal lengths"),
+}
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_inputs_are_checked_alike_in_all_forms_and_damage_is_found(bits: int | None, tmp_path: Path) -> None:
+    export_for_serving(Recommender(), batch_of(8), tmp_path / "out", bits=bits)
+    server = answer.Server(tmp_path / "out")
+    request = {"features.values": [1, 0], "features.lengths": [1, 0, 1, 0], "words": [[1, 2, 3]], "dense": [[0.5, 1]]}
+    assert len(server.answer_plain(request)["scores"]) == 1
+    for name, value, message in BAD_REQUESTS.values():
+        with pytest.raises(ValueError, match=message):
+            server.answer_plain({**request, name: value})
+    tensors = {name: torch.tensor(value) for name, value in request.items()}
+    with pytest.raises(ValueError, match="'words' must be a tensor of int64, not torch.float32"):
+        server.answer({**tensors, "words": tensors["words"].float()})
+    tables = tmp_path / "out" / "tables.safetensors"
+    content = bytearray(tables.read_bytes())
+    content[-9] ^= 1
+    tables.write_bytes(content)
+    with pytest.raises(ValueError, match="tables.safetensors is damaged: it does not match its checksum"):
+        answer.Server(tmp_path / "out")
+    answer.Server(tmp_path / "out", verify=False)
+
+
 def test_a_size_that_the_step_fixes_is_told(tmp_path: Path) -> None:
     class Fixed(Recommender):
         def predict_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
