@@ -205,6 +205,7 @@ class Saver:
         self.finish()
         if not self._is_async:
             snapshot.write(self._ranks)
+            release_free_memory()
             return
         # The copy is made here, before the next step changes the tables; only writing it is left to the thread.
         on_host = [snapshot.on_host()]

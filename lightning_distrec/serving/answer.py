@@ -68,11 +68,10 @@ class Server:
         """Raise ValueError where an input has another type or shape, or lengths do not divide their values."""
         about = self.about["inputs"][name]
         dtype, sizes = about["dtype"], about["shape"]
-        if not isinstance(tensor, torch.Tensor) or str(tensor.dtype) != f"torch.{dtype}":
-            raise ValueError(
-                f"'{name}' must be a tensor of {dtype}, not {getattr(tensor, 'dtype', type(tensor).__name__)}"
-            )
-        matches = [size is None or size == actual for size, actual in zip(sizes, tensor.shape, strict=False)]
+        actual = getattr(tensor, "dtype", type(tensor).__name__)
+        if str(actual) != f"torch.{dtype}":
+            raise ValueError(f"'{name}' must be a tensor of {dtype}, not {actual}")
+        matches = [size is None or size == length for size, length in zip(sizes, tensor.shape, strict=False)]
         if len(sizes) != tensor.dim() or not all(matches):
             shape = " x ".join("any" if size is None else str(size) for size in sizes) or "one number"
             raise ValueError(f"'{name}' must have the shape {shape}, not {' x '.join(map(str, tensor.shape))}")

@@ -206,6 +206,16 @@ def _lost_record(folder: Path) -> Any:
     return [first, _start(folder, "a", distributed=True)]
 
 
+def _gone(folder: Path) -> Any:
+    first = _start(folder, job="x", num_steps=7)
+    torch.distributed.barrier()
+    if rank_and_num_ranks()[0] == 0:
+        while folder.exists():  # the other rank may just be noting how far it came
+            shutil.rmtree(folder, ignore_errors=True)
+    torch.distributed.barrier()
+    return [first, _start(folder, job="x", attempt=1, num_steps=1)]
+
+
 def _by_hand(folder: Path) -> Any:
     interrupted = {"num_steps": 7, "error_type": KeyboardInterrupt}
     return [
@@ -319,6 +329,13 @@ def test_a_restart_names_the_checkpoint_that_is_on_no_file_system(tmp_path: Path
         "training starts at step 0. Set ckpt_path to memory://elsewhere/step=2.ckpt, which this job has"
         in second["said"]
     )
+
+
+@pytest.mark.slow
+def test_a_job_whose_folder_is_gone_starts_at_step_0(tmp_path: Path) -> None:
+    first, second = _lived(tmp_path, "gone")[0]["gone"]
+    assert _firsts([first, second]) == [0, 0]
+    assert "has no complete checkpoint" in second["said"]
 
 
 def test_a_name_that_is_no_files_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,9 +143,9 @@ def test_a_moved_folder_answers_as_the_module_for_any_batch_size(tmp_path: Path)
     assert ask(folder, "--check").startswith("largest difference from the trained module: ")
     server, request = answer.Server(folder), json.loads((folder / "request.json").read_text())
     for name, (values, reason) in {
-        "words": ([[1, 2, 900]], "an id has no row in its table; the largest are .*900 in 'words'"),
+        "words": ([[1, 2, 900]], "an id has no row in its table; there are .*to 900 in 'words'"),
         "dense": ([[1.0, 2.0]] * 2, "as many rows as each other, and there are .*1 in 'words'.*2 in 'dense'"),
-        "features.values": (["a"], "'features.values' must be lists of int64 in equal lengths: "),
+        "features.values": (["a"], "'features.values' must be lists of int64, and has 'a'"),
     }.items():
         with pytest.raises(ValueError, match=reason):
             server.answer_plain(request | {name: values})
