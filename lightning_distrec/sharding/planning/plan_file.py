@@ -21,7 +21,7 @@ VERSION = 1
 """Version of the format; a reader refuses others."""
 LARGEST = 2**62
 """Larger numbers are refused."""
-MOST_RANKS = 2**20
+MAX_RANKS = 2**20
 """More than any cluster has; what is computed from a plan takes memory for each rank."""
 
 _PLAN_FIELDS = ("version", "num_ranks", "ranks_per_node", "device", "tables")
@@ -100,8 +100,8 @@ def _plan(content: Any) -> ShardingPlan:
         reason = f"{content['version']}, and this version of lightning_distrec reads {VERSION}."
         raise _Wrong("version", f"{reason} Install the version that wrote it, or a later one.")
     _check_fields(content, "", _PLAN_FIELDS)
-    num_ranks = _number(content["num_ranks"], "num_ranks", smallest=1, largest=MOST_RANKS)
-    on_node = _number(content["ranks_per_node"], "ranks_per_node", smallest=1, largest=MOST_RANKS)
+    num_ranks = _number(content["num_ranks"], "num_ranks", smallest=1, largest=MAX_RANKS)
+    on_node = _number(content["ranks_per_node"], "ranks_per_node", smallest=1, largest=MAX_RANKS)
     if num_ranks % on_node:
         raise _Wrong("ranks_per_node", f"{num_ranks} ranks cannot be divided into nodes of {on_node} ranks each.")
     device = _one_of(content["device"], "device", ("cpu", "cuda"))
