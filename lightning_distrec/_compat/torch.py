@@ -16,6 +16,7 @@ from torch.autograd import _get_sequence_nr, profiler
 from torch.distributed import distributed_c10d
 from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _DDPSink
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._pytree import register_pytree_node
@@ -242,6 +243,12 @@ def reached_leaves(tensors: Iterable[torch.Tensor]) -> set[int]:
         seen.update(new)
         nodes += new
     return leaves
+
+
+def is_ddp_sink(node: Any) -> bool:
+    """Return whether an autograd node is the one that DDP puts behind its outputs, which only passes gradients on."""
+    # Source: torch/nn/parallel/distributed.py, with find_unused_parameters and where nothing has been reduced.
+    return isinstance(node, _DDPSink._backward_cls)
 
 
 def profiler_runs() -> bool:

@@ -30,7 +30,7 @@ from lightning_distrec.sharding.sharding_groups import NodeLayout, make_groups
 from lightning_distrec.sharding.weights.shard_access import plain_shards, without_guard
 from lightning_distrec.sharding.weights.shard_weight import is_elementwise_optimizer
 from lightning_distrec.strategies.data_parallel.replicated_layers import BroadcastSkipper, NoBroadcasts
-from lightning_distrec.strategies.data_parallel.unreached_loss import UnreachedLoss
+from lightning_distrec.strategies.data_parallel.unreached_loss import UnreachedLoss, reaches_a_parameter
 from lightning_distrec.strategies.fully_sharded.copies import unshard_module
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fully_sharded.fully_sharded_module import FullyShardedModule
@@ -120,8 +120,8 @@ class TorchRecRun(Run):
         """Raise UnsupportedError: the step has not called tables that the other ranks may wait in."""
         if isinstance(self.tables, RunTables) and self.session.consensus.num_ranks > 1:
             loss = output.get("loss") if isinstance(output, dict) else output
-            num_lookups = self.tables.num_lookups() + self.prefetching.num_waiting()
-            self.unreached_loss.refuse_missing_lookups(loss, num_lookups)
+            if isinstance(loss, Tensor) and not reaches_a_parameter(loss):
+                self.unreached_loss.refuse_missing_lookups(self.tables.num_lookups() + self.prefetching.num_waiting())
 
     def shard_names(self) -> list[str]:
         """Return the names of all parameters and buffers of the modules that hold tables' shards."""

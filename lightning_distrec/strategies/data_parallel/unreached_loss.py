@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_prefixed_message
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_distrec._compat.torch import is_ddp_sink
 from lightning_distrec.errors import UnsupportedError
 
 Lookups = Callable[[], list[list[Tensor]]]
@@ -22,17 +23,21 @@ ADVICE = "Return a loss of what the step computes, times 0: `(output * 0).sum()`
 
 
 def reaches_a_parameter(loss: Tensor) -> bool:
-    """Return whether backward would give any parameter a gradient; looks no further than to the first one."""
+    """Return whether backward may give any parameter a gradient; looks no further than to the first sign of one."""
     nodes, seen = [loss.grad_fn], set()
     while nodes:
         node: Any = nodes.pop()
         if node is None or node in seen:
             continue
-        # AccumulateGrad nodes alone have a variable.
-        if isinstance(getattr(node, "variable", None), nn.Parameter):
+        # AccumulateGrad nodes alone have a variable. What a Function's backward does, nobody sees: tables are updated,
+        # rows are sent, and a reentrant checkpoint runs a backward of its own.
+        is_function = isinstance(node, torch.autograd.function.BackwardCFunction) and not is_ddp_sink(node)
+        is_function |= "CppNode" in node.name()
+        if is_function or isinstance(getattr(node, "variable", None), nn.Parameter):
             return True
         seen.add(node)
-        nodes += [following for following, _ in node.next_functions]
+        for following, _ in node.next_functions:
+            nodes.append(following)
     return False
 
 
@@ -99,12 +104,12 @@ class UnreachedLoss:
             prepare_for_backward(model, joined)  # again: in forward DDP has found no parameter in the loss
         return joined
 
-    def refuse_missing_lookups(self, loss: Any, num_lookups: int) -> None:
-        """Raise UnsupportedError: the step made fewer lookups than a step before it, and its loss reaches nothing.
+    def refuse_missing_lookups(self, num_lookups: int) -> None:
+        """Raise UnsupportedError: the step made fewer lookups than a step before it, where its loss reaches nothing.
 
         Called at the end of a step. num_lookups: those that it has made, and those that will be made for it.
         """
-        if num_lookups < max(self._num_lookups, 1) and isinstance(loss, Tensor) and not reaches_a_parameter(loss):
+        if num_lookups < max(self._num_lookups, 1):
             self._refuse(num_lookups)
 
     def _refuse(self, num_lookups: int) -> NoReturn:

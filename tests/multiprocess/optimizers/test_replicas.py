@@ -10,18 +10,7 @@ from torch import Tensor
 from tests.support.click_model import ClickModel, seeded, train_sharded
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
 
-ADAM = (torch.optim.Adam, {"lr": 0.001})
 SGD = (torch.optim.SGD, {"lr": 1.0})
-
-
-class ClipsByItself(ClickModel):
-    """Clips by the norm of what it finds on its own rank, with code of its own."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
-        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
-        for gradient in gradients:
-            gradient *= (0.01 / norm).clamp(max=1.0)
 
 
 class DependsOnTheRank(ClickModel):
@@ -39,7 +28,6 @@ def _train(kind: type, optimizer: Any, strategy: dict[str, Any], steps: int) -> 
 @pytest.mark.parametrize(
     ("kind", "optimizer", "strategy", "message"),
     [
-        (ClipsByItself, ADAM, {}, r"ShardedWeightError: the gradient of the sharded table 'ebc.\w+' was read \(norm\)"),
         (DependsOnTheRank, SGD, {}, "OptimizerError: 'mlp.2.weight' is no longer the same on all ranks"),
     ],
 )
