@@ -1,9 +1,8 @@
 """A module, or its layers without tables, whose parameters FSDP2 shards: what a strategy does around its steps."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -156,14 +155,11 @@ class FullyShardedModule(ReplicatedLayers):
         self._buffers = None
         self._undo.close()
         self.reshard()
-        blocks: Iterable[tuple[str, Any]] = self._module.named_modules()
+        sharded = [(path, child) for path, child in self._module.named_modules() if issubclass(type(child), FSDPModule)]
         _hooks_outside[self._module] = [
             # Before FSDP2's own hook, which gathers the block's weights.
-            block.register_forward_pre_hook(  # type: ignore[attr-defined]  # blocks are modules, too
-                partial(_meet_ranks, path or type(block).__name__), prepend=True
-            )
-            for path, block in blocks
-            if isinstance(block, FSDPModule)
+            block.register_forward_pre_hook(_meeting_ranks(path or type(block).__name__), prepend=True)
+            for path, block in sharded
         ]
 
 
@@ -171,8 +167,12 @@ _hooks_outside: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDic
 """Module -> what meets the other ranks when its blocks are called between runs."""
 
 
-def _meet_ranks(path: str, *_: Any) -> None:
-    PROCESS.calls_outside.meet(path)
+def _meeting_ranks(path: str) -> Callable[..., None]:
+    # No partial: `undo_fully_shard` knows hooks of ours by their module, and TorchScript asks for their names.
+    def meet_ranks(*_: Any) -> None:
+        PROCESS.calls_outside.meet(path)
+
+    return meet_ranks
 
 
 @contextmanager
