@@ -64,6 +64,7 @@ class ShardedTables:
         self.originals = {table.collection: table.original for table in tables}
         """Path -> the unsharded collection, which holds no rows."""
         self._root = ref(root)  # weak, as the keys of `_tables` are
+        _sharded.update(sharded.values())
 
     def tables_of(self, path: str) -> list[Table]:
         """Return the tables of the collection at `path`, in its order."""
@@ -272,6 +273,8 @@ class ShardedTables:
 # Module -> its tables, by whichever strategy they were sharded. Weak, and beside the module: an attribute of the user's
 # module would be copied and pickled with it.
 _tables: WeakKeyDictionary[nn.Module, ShardedTables] = WeakKeyDictionary()
+_sharded: WeakSet[nn.Module] = WeakSet()
+"""TorchRec's sharded modules that are in memory."""
 _without_rows: WeakSet[nn.Module] = WeakSet()
 """Modules whose rows went with a set-up that failed while it moved them."""
 
@@ -279,6 +282,12 @@ _without_rows: WeakSet[nn.Module] = WeakSet()
 def sharded_tables_of(root: nn.Module) -> ShardedTables | None:
     """Return the tables that are sharded in `root`, or None."""
     return _tables.get(root)
+
+
+def has_unused_shards(root: nn.Module) -> bool:
+    """Return whether shards are in memory that are not those of `root`."""
+    tables = sharded_tables_of(root)
+    return not _sharded <= set(tables.sharded.values() if tables is not None else ())
 
 
 def refuse_foreign_shards(root: nn.Module) -> None:

@@ -25,7 +25,7 @@ from lightning_distrec.prefetch.fetcher import ReadyBatch
 from lightning_distrec.prefetch.prefetcher import PrefetchOptions
 from lightning_distrec.prefetch.step_calls import LookupCounts
 from lightning_distrec.sharding.shard_tables import unshard_mappings
-from lightning_distrec.sharding.sharded_tables import sharded_tables_of
+from lightning_distrec.sharding.sharded_tables import has_unused_shards, sharded_tables_of
 from lightning_distrec.sharding.sharding_groups import NodeLayout, make_groups
 from lightning_distrec.sharding.weights.shard_access import plain_shards, without_guard
 from lightning_distrec.sharding.weights.shard_weight import is_elementwise_optimizer
@@ -142,8 +142,10 @@ class TorchRecRun(Run):
     ) -> RunTables | None:
         """Collective. Plan and shard the module's tables, and connect their optimizers; None where it has none."""
         # Shards of a module that is no longer used are in reference cycles, which Python would collect much later.
-        # Explicitly: a cycle through hooks and modules is found by the collector only.
-        gc.collect()
+        # Explicitly: a cycle through hooks and modules is found by the collector only. It takes most of a repeated
+        # validate's set-up, whose shards stay.
+        if has_unused_shards(self.module):
+            gc.collect()
         checkpoints, consensus = self.session.checkpoints, self.session.consensus
         refuse_with_checkpoints(settings.groups, checkpoints.options)
         tables = set_up_tables(

@@ -3,12 +3,13 @@
 import gc
 import weakref
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from tests.benchmarks.life_memory import COPIES, WHOLE, Life, exceeds, measure
-from tests.support.click_model import ClickModel, rank_loader, seeded
+from tests.support.click_model import ClickModel, EvaluatedModel, rank_loader, seeded
 from tests.support.ranks import run_on_ranks
 from tests.support.trainers import make_trainer
 
@@ -25,6 +26,20 @@ def _tables_left_by_full_state_dict() -> tuple[int, int]:
 
 def test_full_tables_are_freed_with_the_state_that_has_them() -> None:
     assert run_on_ranks(_tables_left_by_full_state_dict, 1) == [(3, 0)]
+
+
+def _collections_of_garbage() -> list[int]:
+    model, trainer, counts = seeded(EvaluatedModel, torch.optim.SGD, {"lr": 0.1}), make_trainer(), []
+    trainer.fit(model, rank_loader(1, 0))
+    with patch("lightning_distrec.strategies.torchrec_run.gc") as collector:
+        for module in (model, seeded(EvaluatedModel, torch.optim.SGD, {"lr": 0.1})):
+            trainer.validate(module, rank_loader(1, 0), verbose=False)
+            counts.append(collector.collect.call_count)
+    return counts
+
+
+def test_a_run_looks_for_left_shards_only_where_there_are_some() -> None:
+    assert run_on_ranks(_collections_of_garbage, 1) == [[0, 1]]
 
 
 @pytest.mark.slow
