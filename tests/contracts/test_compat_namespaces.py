@@ -129,6 +129,7 @@ def test_a_package_that_imports_pytorch_lightning_gets_lightnings_classes(tmp_pa
     ]
 
 
+@pytest.mark.slow
 def test_an_alias_that_comes_too_late_is_refused_by_the_package_that_came_first(tmp_path: Path) -> None:
     error = _run_with_package(TOO_LATE, tmp_path).stderr.splitlines()[-1]
     assert "comes too late: pytorch_lightning was imported before (by forecasts), and its classes are in use" in error

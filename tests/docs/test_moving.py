@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.docs.snippets import blocks_of
 from tests.support.limits import LIMIT_SECONDS
 
@@ -21,6 +23,7 @@ def _losses(folder: Path, *arguments: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.startswith("loss ")]
 
 
+@pytest.mark.slow
 def test_the_two_scripts_print_the_same_losses(tmp_path: Path) -> None:
     for block in blocks_of(PAGE.read_text("utf-8")):
         if block.file:

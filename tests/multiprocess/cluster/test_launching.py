@@ -73,6 +73,7 @@ def test_a_local_rank_that_is_there_by_chance_is_named() -> None:
     assert "unset LOCAL_RANK): not within 3 s" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_before_the_ranks_meet_is_named_within_seconds(tmp_path: Path) -> None:
     """Also with status 0, which launchers take for success; one that nobody sees, by the limit of the start."""
     script = tmp_path / "script.py"
