@@ -93,8 +93,8 @@ class Wrapper:
             setattr(self._loader, name, value)
 
 
-class ShortenedLoader(Wrapper):
-    """The first `length` batches of a sized loader."""
+class LoaderOfLength(Wrapper):
+    """A sized loader with another number of batches."""
 
     def __init__(self, loader: Any, length: int) -> None:
         super().__init__(loader)
@@ -102,20 +102,17 @@ class ShortenedLoader(Wrapper):
 
     def __len__(self) -> int:
         return self.length
+
+
+class ShortenedLoader(LoaderOfLength):
+    """The first `length` batches of a sized loader."""
 
     def __iter__(self) -> Iterator[Any]:
         return islice(iter(self._loader), self.length)
 
 
-class RepeatingLoader(Wrapper):
+class RepeatingLoader(LoaderOfLength):
     """All batches of a sized loader, and then its last one again, until `length`."""
-
-    def __init__(self, loader: Any, length: int) -> None:
-        super().__init__(loader)
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
 
     def __iter__(self) -> Iterator[Any]:
         count, batch = 0, None
