@@ -171,6 +171,8 @@ def _plan_and_shard(inputs: SetUpInputs, decisions: Decisions, earlier: ShardedT
     rows = {} if earlier is None else earlier.take_rows(decisions.tables)
     if earlier is not None:  # the optimizers of the earlier fit hold shards and momentum
         inputs.trainer.strategy.optimizers, inputs.trainer.strategy.lr_scheduler_configs = [], []
+        # Twice: what holds a shard from C++ hides the shard's own cycle from the pass that frees it.
+        gc.collect()
         gc.collect()
     shards = _shard(inputs, decisions, plan.for_torchrec(facts.devices, inputs.groups.first_rank), rows, earlier)
     run_tables = _look_up(inputs, shards, plan, decisions.updates)
