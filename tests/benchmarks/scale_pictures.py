@@ -116,6 +116,8 @@ def _cuts() -> Any:
 
 def _tables_and_rows(points: Points) -> Any:
     """Draw time, bytes sent and memory below each other: quantities of unlike units share no axis."""
+    from matplotlib.ticker import LogLocator
+
     figure, grid = _figure(2, rows=3)
     place = f"{points.rows[0].job.num_ranks:,} ranks"
     tables = _of(points.tables, lambda p: p.job.num_tables)
@@ -136,7 +138,11 @@ def _tables_and_rows(points: Points) -> Any:
         _finish(sent, "MiB sent a rank and step", "", log=True)
         _finish(memory, "GB of a rank's GPU, mean", "", log=True)
         for axes in (time, sent, memory):
+            low, high = axes.get_ylim()
+            # Nine labels a decade print over each other where there is more than one.
+            axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5) if high > 5 * low else range(2, 10)))
             axes.yaxis.set_minor_formatter(lambda value, _: f"{value:,.10g}")
+            axes.tick_params(which="minor", colors=TEXT, labelsize=9)
     return figure
 
 

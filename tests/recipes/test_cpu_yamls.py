@@ -51,7 +51,13 @@ def test_a_copy_of_the_recipe_trains(name: str, movielens: Path, tmp_path: Path)
     assert main(["recipes", "copy", name, "--into", str(tmp_path)]) == 0
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "movielens-100k").symlink_to(movielens)
-    arguments = ["--config", f"recipes/{name}/cpu.yaml", "--trainer.max_epochs=1", *SMALLER.get(name, [])]
+    arguments = [
+        "--config",
+        f"recipes/{name}/cpu.yaml",
+        "--trainer.max_epochs=1",
+        "--trainer.log_every_n_steps=1",
+        *SMALLER.get(name, []),
+    ]
     done = subprocess.run(
         [str(Path(sys.executable).parent / "lightning-distrec"), "fit", *arguments],
         cwd=tmp_path,

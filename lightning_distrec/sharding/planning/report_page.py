@@ -45,13 +45,13 @@ h2 { font-size: 1.15rem; margin: 2.2rem 0 0.6rem; }
 ul.findings { background: var(--card); border-radius: 8px; padding: 0.8rem 1rem 0.8rem 2rem; }
 p.note, caption { color: var(--faint); font-size: 0.9rem; text-align: left; }
 img { display: block; height: auto; margin: 1rem 0; max-width: 100%; }
-.wide { overflow-x: auto; }
+.wide { overflow-x: auto; }  @media (max-width: 45rem) { .wide img { max-width: none; width: 44rem; } }
 table { border-collapse: collapse; font-size: 0.9rem; font-variant-numeric: tabular-nums; }
 th, td { border-bottom: 1px solid var(--line); padding: 0.25rem 0.8rem 0.25rem 0; text-align: left;
   vertical-align: top; }
 th { color: var(--faint); font-weight: 600; white-space: nowrap; }
 td.number, th.number { text-align: right; white-space: nowrap; }
-td.name { overflow-wrap: anywhere; }
+td.name { min-width: 8rem; overflow-wrap: anywhere; }
 details > summary { cursor: pointer; }
 """
 
@@ -77,7 +77,8 @@ def page(plan: ShardingPlan, pictures: dict[str, bytes] | None = None) -> str:
     title = escape(headline(plan))
     # Pictures are inside of the page, so that it can be sent and opened as one file.
     images = [
-        f'<img alt="{escape(name.replace("_", " "))}" src="data:image/png;base64,{base64.b64encode(data).decode()}">'
+        f'<div class="wide"><img alt="{escape(name.replace("_", " "))}" '
+        f'src="data:image/png;base64,{base64.b64encode(data).decode()}"></div>'
         for name, data in (pictures or {}).items()
     ]
     origins = _html_table(["quantity", "value", "origin"], plan.origins)
@@ -94,8 +95,7 @@ def page(plan: ShardingPlan, pictures: dict[str, bytes] | None = None) -> str:
         *(["<h2>Where the numbers come from</h2>", origins] if plan.origins else []),
     ]
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
-    body = "\n".join(part for part in parts if part)
-    head += f"<style>{STYLE}</style>"
+    head, body = f"{head}<style>{STYLE}</style>", "\n".join(part for part in parts if part)
     return f'<!DOCTYPE html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}\n</body>\n</html>\n'
 
 
