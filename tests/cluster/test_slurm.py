@@ -114,6 +114,7 @@ def test_a_batch_script_of_one_node_starts_its_own_ranks(slurm: Slurm) -> None:
     assert {result["environment"] for result in results} == {"LightningEnvironment"}
 
 
+@pytest.mark.slow
 def test_a_batch_script_of_two_nodes_without_srun_is_refused_with_the_way_out(slurm: Slurm) -> None:
     job = slurm.sbatch(SHELL, ["-N2", "--ntasks-per-node=2"], env=ONE_THREAD)
     assert slurm.wait(job) == "FAILED"
@@ -123,6 +124,7 @@ def test_a_batch_script_of_two_nodes_without_srun_is_refused_with_the_way_out(sl
     assert not results_of(printed)
 
 
+@pytest.mark.slow
 def test_a_batch_script_submitted_from_inside_of_a_step_is_no_task_of_it(slurm: Slurm) -> None:
     script = slurm.folder / "inner.sh"
     script.write_text(f"#!/bin/bash\n{SHELL}\n")

@@ -1,7 +1,6 @@
 """Rows find their shards: the user's own, rank 0's, new ones by seed; and no rank holds a whole table for it."""
 
 import gc
-import os
 import weakref
 from typing import Any
 
@@ -23,7 +22,6 @@ PARTITIONS = {"wide": {"min_partition": 4}, "narrow": {"min_partition": 4}, "sha
 
 def _untrained(cut: str, meta: bool, seed: int, seed_by_rank: bool) -> dict[str, Tensor]:
     """The weights right after sharding, as rank 0 gathers them."""
-    os.environ.pop("PL_GLOBAL_SEED", None)  # of a test before, in the process that started the ranks
     torch.manual_seed(seed + (rank_and_num_ranks()[0] if seed_by_rank else 0))
     model = ClickModel(torch.optim.SGD, {"lr": 0.0}, meta=meta)
     return train_sharded(model, 1, {"sharding_types": [cut], "tables": PARTITIONS})[0].final_state

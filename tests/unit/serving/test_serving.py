@@ -101,7 +101,7 @@ def ask(folder: Path, *arguments: str, code: str = "") -> str:
     return done.stdout
 
 
-def test_a_moved_folder_answers_as_the_module_for_any_batch_size(tmp_path: Path) -> None:
+def test_a_moved_folder_answers_as_the_module_for_any_batch_size_and_refuses_bad_inputs(tmp_path: Path) -> None:
     module = Recommender()
     module.train()
     initial = {name: value.clone() for name, value in module.state_dict().items()}
@@ -149,10 +149,13 @@ def test_a_moved_folder_answers_as_the_module_for_any_batch_size(tmp_path: Path)
     }.items():
         with pytest.raises(ValueError, match=reason):
             server.answer_plain(request | {name: values})
+    _check_bad_inputs_and_damage(folder)
 
 
 @pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.slow)])
-def test_quantized_answers_are_those_of_the_module_with_rounded_rows(bits: int, tmp_path: Path) -> None:
+def test_quantized_answers_are_those_of_the_module_with_rounded_rows_and_bad_inputs_are_refused(
+    bits: int, tmp_path: Path
+) -> None:
     module, batch = Recommender(), batch_of(64)
     expected = answers(module, batch)
     served = export_for_serving(module, batch, tmp_path / "q", bits=bits)
@@ -175,6 +178,7 @@ def test_quantized_answers_are_those_of_the_module_with_rounded_rows(bits: int, 
     difference = (answered["scores"] - expected["scores"]).abs().max().item()
     assert 0 < difference <= served.largest_difference
     assert not list((tmp_path / "q").glob(".*"))
+    _check_bad_inputs_and_damage(tmp_path / "q")
 
 
 def test_rows_are_quantized_in_blocks_as_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,10 +228,8 @@ BAD_REQUESTS: dict[str, tuple[str, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("bits", [None, 8, 4])
-def test_inputs_are_checked_alike_in_all_forms_and_damage_is_found(bits: int | None, tmp_path: Path) -> None:
-    export_for_serving(Recommender(), batch_of(8), tmp_path / "out", bits=bits)
-    server = answer.Server(tmp_path / "out")
+def _check_bad_inputs_and_damage(folder: Path) -> None:
+    server = answer.Server(folder)
     request = {"features.values": [1, 0], "features.lengths": [1, 0, 1, 0], "words": [[1, 2, 3]], "dense": [[0.5, 1]]}
     assert len(server.answer_plain(request)["scores"]) == 1
     for name, value, message in BAD_REQUESTS.values():
@@ -236,13 +238,13 @@ def test_inputs_are_checked_alike_in_all_forms_and_damage_is_found(bits: int | N
     tensors = {name: torch.tensor(value) for name, value in request.items()}
     with pytest.raises(ValueError, match="'words' must be a tensor of int64, not torch.float32"):
         server.answer({**tensors, "words": tensors["words"].float()})
-    tables = tmp_path / "out" / "tables.safetensors"
+    tables = folder / "tables.safetensors"
     content = bytearray(tables.read_bytes())
     content[-9] ^= 1
     tables.write_bytes(content)
     with pytest.raises(ValueError, match="tables.safetensors is damaged: it does not match its checksum"):
-        answer.Server(tmp_path / "out")
-    answer.Server(tmp_path / "out", verify=False)
+        answer.Server(folder)
+    answer.Server(folder, verify=False)
 
 
 def test_a_size_that_the_step_fixes_is_told(tmp_path: Path) -> None:
