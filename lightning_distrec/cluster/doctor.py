@@ -22,7 +22,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from lightning_distrec.cluster.consensus import all_gather_plain
-from lightning_distrec.cluster.environment import find_launched
+from lightning_distrec.cluster.environment import complete_launched, find_launched
 from lightning_distrec.cluster.launched import Launched
 from lightning_distrec.cluster.rendezvous import MeetingPoint, meet
 from lightning_distrec.host_memory import host_memory_bytes
@@ -90,6 +90,7 @@ def examine(folder: Path, timeout_seconds: float, log: Callable[[str], None]) ->
     launched = find_launched() or Launched("no launcher", 0, 1, 0, 1, 0, 1, MeetingPoint("", (), ""))
     if launched.num_ranks > 1:
         store = meet(launched.point, launched.rank, launched.num_ranks, timeout_seconds, log, launched.nodes)
+        launched = complete_launched(launched, store)
         timeout = timedelta(seconds=timeout_seconds)
         dist.init_process_group("gloo", store=store, rank=launched.rank, world_size=launched.num_ranks, timeout=timeout)
     try:

@@ -5,7 +5,7 @@ refuses ways to start ranks that it cannot count.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from lightning.fabric.plugins.environments import (
@@ -17,9 +17,17 @@ from lightning.fabric.plugins.environments import (
     TorchElasticEnvironment,
 )
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.distributed import Store
 from typing_extensions import override
 
-from lightning_distrec.cluster.launched import Launched, read_open_mpi, read_pytorchjob, read_torchrun
+from lightning_distrec.cluster.launched import (
+    Launched,
+    count_nodes,
+    parse_number,
+    read_open_mpi,
+    read_torchrun,
+    read_variables,
+)
 from lightning_distrec.cluster.slurm import read_srun, refuse_lone_script
 from lightning_distrec.errors import ConfigError
 
@@ -34,11 +42,20 @@ def find_launched() -> Launched | None:
     """
     if not _launched:
         # torchrun and mpirun first: inside of a Slurm job their processes inherit Slurm's variables.
-        for find in (read_torchrun, read_open_mpi, read_srun, read_pytorchjob):
+        for find in (read_torchrun, read_open_mpi, read_srun, read_variables):
             if (launched := find(os.environ)) is not None:
                 _launched.append(launched)
                 break
     return _launched[0] if _launched else None
+
+
+def complete_launched(launched: Launched, store: Store) -> Launched:
+    """Collective. Return the place with the nodes counted, and let `find_launched` return it from now on.
+
+    store: shared by all ranks. Raises ConfigError on every rank: see `count_nodes`.
+    """
+    _launched[:] = [count_nodes(launched, store)]
+    return _launched[0]
 
 
 def choose_environment() -> ClusterEnvironment:
@@ -152,6 +169,21 @@ def check_numbers(launched: Launched, num_devices: int, num_available: int, num_
     if num_devices > num_ranks and launched.rank == 0:
         idle = num_devices - num_ranks
         rank_zero_warn(f"{launcher} started {num_ranks} ranks on a node with {num_devices} devices: {idle} stay idle.")
+
+
+def check_variables(environ: Mapping[str, str], num_devices: int, num_nodes: int) -> None:
+    """Raise ConfigError: LOCAL_RANK lets Lightning start no ranks, and there is no RANK by which the variables count.
+
+    environ: the environment. Lightning then counts by the Trainer's numbers alone, and would train other ranks.
+    """
+    num_ranks, local_rank = num_nodes * num_devices, parse_number(environ, "LOCAL_RANK")
+    if environ.get("WORLD_SIZE", str(num_ranks)) != str(num_ranks) or local_rank >= num_devices:
+        size = f" and WORLD_SIZE={environ['WORLD_SIZE']}" if "WORLD_SIZE" in environ else ""
+        raise ConfigError(
+            f"LOCAL_RANK={local_rank}{size}, but Trainer(num_nodes={num_nodes}, devices={num_devices}) has "
+            f"{num_ranks} ranks, and RANK is not set. Set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT too; or unset "
+            "LOCAL_RANK, and Lightning starts the ranks."
+        )
 
 
 def publish_ranks(environment: ClusterEnvironment | None, ranks_on_node: int) -> int:

@@ -3,17 +3,39 @@
 Only the launcher's own counts are used: a Trainer's devices and num_nodes do not show how many processes there are.
 """
 
+import json
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import Store
 
 from lightning_distrec.cluster.rendezvous import MeetingPoint
 from lightning_distrec.errors import ConfigError
+from lightning_distrec.units import format_ranks
 
 # The default of torchrun's --master-port, too.
 SCHEDULED_PORT = 29500
 """Port of launchers that give a host only."""
+REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LOOPBACKS = ("localhost", "127.0.0.1", "::1")
+PLACE = "place"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank that was started by hand is, by its variables: None where one is not set."""
+
+    local_rank: int | None
+    node: int | None
+    local_num_ranks: int | None
+    host: str
+    machine: str
+    """Different on different machines, even if they share a name; containers of a machine share it."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +59,8 @@ class Launched:
     """How often the launcher, or its scheduler, has started the job again."""
     nodes: tuple[str, ...] = ()
     """The node of each rank by name; empty where the launcher does not pass it."""
+    place: Place | None = None
+    """What `count_nodes` has yet to compare with the other ranks'; None where the launcher has counted."""
 
     def publish(self) -> None:
         """Set the variables that torch and torchrec read."""
@@ -109,27 +133,94 @@ def read_open_mpi(environ: Mapping[str, str]) -> Launched | None:
     )
 
 
-def read_pytorchjob(environ: Mapping[str, str]) -> Launched | None:
-    """Return what a Kubernetes PyTorchJob passes, None if these are not its variables.
+def read_variables(environ: Mapping[str, str]) -> Launched | None:
+    """Return what a user, or a Kubernetes PyTorchJob, sets for each process that it starts; None if RANK is not set.
 
-    One process per pod, without LOCAL_RANK, which all launchers of several processes on a machine set.
-    Source: pkg/controller.v1/pytorch/envvar.go of Kubeflow's training operator.
+    Which ranks share a node is not known before `count_nodes`: until then each rank is a node of its own.
+    Raises ConfigError: variables are missing, or contradict each other.
+    Source: torch's env:// rendezvous; pkg/controller.v1/pytorch/envvar.go of Kubeflow's training operator.
     """
-    # Lightning's own launcher sets these, with LOCAL_RANK.
-    if "LOCAL_RANK" in environ or not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(environ):
+    # Lightning's own launcher sets all of them but RANK.
+    if "RANK" not in environ:
         return None
-    rank, num_ranks = parse_number(environ, "RANK"), parse_number(environ, "WORLD_SIZE")
-    identity = f"environ {environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+    if missing := [name for name in REQUIRED if name not in environ]:
+        raise ConfigError(
+            f"RANK={environ['RANK']} is set, but not {', '.join(missing)}. Set {', '.join(REQUIRED)} and LOCAL_RANK "
+            "for each process; or unset RANK, and Lightning starts the ranks."
+        )
+    names = (*REQUIRED, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
+    numbers = {name: parse_number(environ, name) for name in names if name in environ and name != "MASTER_ADDR"}
+    rank, num_ranks, node = numbers["RANK"], numbers["WORLD_SIZE"], numbers.get("NODE_RANK", numbers.get("GROUP_RANK"))
+    if not 0 <= rank < num_ranks:
+        raise ConfigError(f"RANK={rank} and WORLD_SIZE={num_ranks}: ranks are numbered from 0 to WORLD_SIZE - 1.")
+    if node != numbers.get("GROUP_RANK", node):
+        raise ConfigError(f"NODE_RANK={node} and GROUP_RANK={numbers['GROUP_RANK']} of rank {rank}: unset one of them.")
+    host, port, boot = environ["MASTER_ADDR"], numbers["MASTER_PORT"], Path("/proc/sys/kernel/random/boot_id")
+    machine = boot.read_text().strip() if boot.is_file() else ""
     return Launched(
         launcher="the variables RANK and WORLD_SIZE",
         rank=rank,
         num_ranks=num_ranks,
-        local_rank=0,
+        local_rank=numbers.get("LOCAL_RANK", 0),
         local_num_ranks=1,
         node=rank,
         num_nodes=num_ranks,
-        point=MeetingPoint(environ["MASTER_ADDR"], (parse_number(environ, "MASTER_PORT"),), identity),
+        # Whoever names the loopback has all ranks on this machine.
+        point=MeetingPoint(host, (port,), f"environ {host}:{port}", one_node=host in LOOPBACKS),
+        place=Place(numbers.get("LOCAL_RANK"), node, numbers.get("LOCAL_WORLD_SIZE"), socket.gethostname(), machine),
     )
+
+
+def count_nodes(launched: Launched, store: Store) -> Launched:
+    """Collective. Return a rank's place by what all ranks that were started by hand have in their variables.
+
+    store: shared by all ranks. Raises ConfigError on every rank: the ranks' variables contradict each other.
+    """
+    if launched.place is None:
+        return launched
+    store.set(f"{PLACE}/{launched.rank}", json.dumps(asdict(launched.place)))
+    # Collective: every rank waits for what each writes above.
+    texts = store.multi_get([f"{PLACE}/{rank}" for rank in range(launched.num_ranks)])
+    nodes = find_nodes([Place(**json.loads(text)) for text in texts])
+    node = nodes[launched.rank]
+    return replace(launched, node=node, num_nodes=max(nodes) + 1, local_num_ranks=nodes.count(node), place=None)
+
+
+def find_nodes(places: Sequence[Place]) -> list[int]:
+    """Return the node of each rank: by NODE_RANK, or else by host; without LOCAL_RANK each rank is a node.
+
+    Raises ConfigError: variables of several ranks contradict each other.
+    """
+    ranks = range(len(places))
+    columns = {"LOCAL_RANK": [place.local_rank for place in places], "NODE_RANK": [place.node for place in places]}
+    columns["LOCAL_WORLD_SIZE"] = [place.local_num_ranks for place in places]
+    for name, numbers in columns.items():
+        absent = [rank for rank in ranks if numbers[rank] is None]
+        if 0 < len(absent) < len(places):
+            raise ConfigError(f"{name} is not set for rank {format_ranks(absent)}, but for others: set it for all.")
+    has_node, has_local_rank = places[0].node is not None, places[0].local_rank is not None
+    keys: list[Any] = columns["NODE_RANK"] if has_node else list(ranks)
+    if has_local_rank and not has_node:
+        # Not by name alone: cloned machines may share one.
+        keys = [(place.host, place.machine) for place in places]
+    nodes = list(dict.fromkeys(keys))
+    if has_node and set(nodes) != set(range(len(nodes))):
+        raise ConfigError(f"NODE_RANK is {', '.join(map(str, nodes))} on {len(nodes)} nodes: number them from 0.")
+    for key in nodes:
+        members = [rank for rank in ranks if keys[rank] == key]
+        node = f"rank {format_ranks(members)} on {places[members[0]].host}"
+        if len({places[rank].machine for rank in members}) > 1:
+            raise ConfigError(f"NODE_RANK={key} for rank {format_ranks(members)}, which are on different machines.")
+        local_ranks = [places[rank].local_rank or 0 for rank in members]
+        if sorted(local_ranks) != list(range(len(members))):
+            raise ConfigError(
+                f"LOCAL_RANK is {', '.join(map(str, local_ranks))} for {node}: number the ranks of each node from 0, "
+                "and set NODE_RANK if they are on several nodes."
+            )
+        if wrong := [rank for rank in members if places[rank].local_num_ranks not in (None, len(members))]:
+            size = places[wrong[0]].local_num_ranks
+            raise ConfigError(f"LOCAL_WORLD_SIZE={size} for rank {wrong[0]}, but its node has {len(members)}: {node}.")
+    return [key if has_node else nodes.index(key) for key in keys]
 
 
 def parse_number(environ: Mapping[str, str], name: str) -> int:

@@ -287,7 +287,8 @@ class _Meeting:
         proof = read_text(store, f"{COMPLETE}/{rank}/proof")
         if not key.is_signed(proof, "complete", identity, nonce, rank, rank_nonce):
             raise RendezvousError(
-                f"whoever answers for rank 0 does not have the key of this job ({key.origin}). {SET_IT}."
+                f"whoever answers for rank 0 does not have the key of this job ({key.origin}): {SET_IT}. Or two "
+                f"processes are rank {rank} (RANK): start one of each."
             )
 
 

@@ -1,8 +1,11 @@
-"""Ranks that torchrun, mpirun and Kubernetes start."""
+"""Ranks that torchrun, mpirun and users start."""
 
+import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +16,7 @@ from tests.support.ports import free_port
 
 pytestmark = pytest.mark.cluster
 
+PAGE = Path(__file__).parents[2] / "docs/how_to/cluster.md"
 KILLS = int(os.environ.get("DISTREC_RESTARTS", "1"))
 
 
@@ -47,8 +51,36 @@ def test_mpirun_sets_the_ranks() -> None:
     assert "started by mpirun" in err + out
 
 
-@pytest.mark.slow
-def test_a_pytorchjob_is_one_rank_for_each_pod() -> None:
-    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    out, _ = ended(*(start(*SCRIPT, RANK=str(rank), **job) for rank in range(2)))
-    check(results_of(out), [1, 1])
+WAYS = {
+    "`RANK`, `WORLD_SIZE`, `LOCAL_RANK`": ({"WORLD_SIZE": "22", "RANK": "10", "LOCAL_RANK": "10"}, [2]),
+    "`NODE_RANK`, `LOCAL_WORLD_SIZE`": (
+        {"WORLD_SIZE": "333", "RANK": "012", "LOCAL_RANK": "010", "NODE_RANK": "001", "LOCAL_WORLD_SIZE": "221"},
+        [2, 1],
+    ),
+    "`RANK`, `WORLD_SIZE` alone": ({"WORLD_SIZE": "22", "RANK": "01"}, [1, 1]),
+    "`NODE_RANK` alone": ({"NODE_RANK": "01"}, [2, 2]),
+}
+"""Rows of the page's table: the number of each process, as a digit of each variable, and the ranks on the nodes."""
+
+
+# The second starts what the first does, and nodes.
+@pytest.mark.parametrize(
+    "row", [row if "LOCAL_WORLD" in row else pytest.param(row, marks=pytest.mark.slow) for row in WAYS]
+)
+def test_ranks_are_started_by_hand_in_each_way_of_the_page(row: str) -> None:
+    variables, ranks_on_nodes = WAYS[row]
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LIGHTNING_DISTREC_KEY": "any secret"}
+    if "RANK" not in variables:
+        job["LAUNCHED_OPTIONS"] = json.dumps({"num_nodes": 2, "devices": 2})
+    processes = [dict(zip(variables, digits, strict=True)) for digits in zip(*variables.values(), strict=True)]
+    out, err = ended(*(start(*SCRIPT, **job, **numbers) for numbers in processes))
+    check(results_of(out), ranks_on_nodes)
+    assert ("started by the variables RANK and WORLD_SIZE" in err + out) == ("RANK" in variables)
+
+
+def test_the_page_has_no_other_way_to_start_ranks_by_hand() -> None:
+    table = PAGE.read_text().partition("## Start ranks by hand")[2].partition("<!--")[0]
+    rows = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    assert rows == ["`MASTER_ADDR`, `MASTER_PORT`", *WAYS, "`LIGHTNING_DISTREC_KEY`"], (
+        "each way sets the first and the last"
+    )

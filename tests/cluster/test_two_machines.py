@@ -32,7 +32,9 @@ def machines() -> Iterator[tuple[Machine, Machine]]:
 
 def _start(machines: tuple[Machine, Machine], command: list[str], job: dict[str, str]) -> "list[subprocess.Popen[str]]":
     without = ["env", "-u", "GLOO_SOCKET_IFNAME"]
-    return [start(*machine.command(*without, *command), RANK=str(n), **job) for n, machine in enumerate(machines)]
+    # Both have this machine's name: by that alone they would be one node.
+    places = [{"RANK": str(node), "LOCAL_RANK": "0", "NODE_RANK": str(node)} for node in range(len(machines))]
+    return [start(*machines[node].command(*without, *command), **place, **job) for node, place in enumerate(places)]
 
 
 def test_the_interface_between_them_is_found(machines: tuple[Machine, Machine]) -> None:

@@ -21,7 +21,7 @@ from lightning_distrec._compat.lightning_checkpoints import upload_folders_too
 from lightning_distrec._compat.lightning_launchers import ForkLauncher, check_cuda_before_fork
 from lightning_distrec.checkpoint.save import wait_for_checkpoint
 from lightning_distrec.cluster.consensus import CONTINUE, job_consensus
-from lightning_distrec.cluster.environment import LaunchedRanks
+from lightning_distrec.cluster.environment import LaunchedRanks, check_numbers, check_variables, complete_launched
 from lightning_distrec.cluster.host_resources import (
     GLOO,
     THREADS_VARIABLE,
@@ -197,13 +197,24 @@ def _prepare_and_launch(
             raise
 
 
-def connect_ranks(strategy: Any, backend: str, waits: Waits, sets_threads: bool) -> None:
+def check_trainer(strategy: Any, trainer_nodes: int) -> None:
+    """Raise ConfigError: the numbers of a strategy's Trainer contradict those of the ranks that were started."""
+    launched, environment, num_devices = strategy.launched, strategy.cluster_environment, strategy.num_processes
+    if launched is not None and launched.place is None:
+        check_numbers(launched, num_devices, strategy.accelerator.auto_device_count(), trainer_nodes)
+    elif isinstance(environment, LightningEnvironment) and environment.creates_processes_externally:
+        check_variables(os.environ, num_devices, trainer_nodes)
+
+
+def connect_ranks(strategy: Any, backend: str, waits: Waits, sets_threads: bool, trainer_nodes: int) -> None:
     """Collective. Meet the other ranks, make the default process group and start the watchdog, unless that is done.
 
-    sets_threads: whether torch's number of threads follows the CPUs that the launcher gives each rank.
-    Raises RendezvousError: not all ranks arrive in time. ConfigError: there is a group of other ranks.
+    sets_threads: whether torch's number of threads follows the CPUs that the launcher gives each rank. trainer_nodes:
+    the Trainer's num_nodes.
+    Raises RendezvousError: not all ranks arrive in time. ConfigError: there is a group of other ranks, or the variables
+    of ranks that were started by hand contradict each other or the Trainer.
     """
-    rank, num_ranks, num_nodes = strategy.global_rank, strategy.world_size, strategy.num_nodes
+    rank, num_ranks = strategy.global_rank, strategy.world_size
     if dist.is_initialized():
         if (num_before := dist.get_world_size()) != num_ranks:
             raise ConfigError(
@@ -213,21 +224,26 @@ def connect_ranks(strategy: Any, backend: str, waits: Waits, sets_threads: bool)
         return
     timeout, start_seconds = waits.timeout, min(waits.start_seconds, waits.timeout.total_seconds())
     environment, launched, device = strategy.cluster_environment, strategy.launched, strategy.root_device
-    nodes = launched.nodes if launched else ()
+    names = launched.nodes if launched else ()
     os.environ["MASTER_ADDR"] = environment.main_address
     os.environ["MASTER_PORT"] = str(environment.main_port)
     find_loss = partial(_find_loss, strategy)
-    point = replace(_meeting_point(environment), one_node=num_nodes == 1, find_loss=find_loss)
+    point = _meeting_point(environment)
+    point = replace(point, one_node=point.one_node or strategy.num_nodes == 1, find_loss=find_loss)
 
     def log_on_rank(message: str) -> None:
         print(rank_prefixed_message(message, rank), flush=True)
 
     def watch(port: int, token: str) -> int:
-        return PROCESS.start_watchdog(rank, point, list(nodes), port, token, waits)
+        return PROCESS.start_watchdog(rank, point, list(names), port, token, waits)
 
     watches = {"watch": watch} if num_ranks > 1 else {}
-    store = meet(point, rank, num_ranks, start_seconds, log_on_rank, nodes, **watches)
+    store = meet(point, rank, num_ranks, start_seconds, log_on_rank, names, **watches)
     store.set_timeout(timeout)
+    if launched is not None and launched.place is not None:
+        launched = environment.launched = complete_launched(launched, store)
+        check_trainer(strategy, trainer_nodes)
+    num_nodes = strategy.num_nodes
     # Before the process group is made: gloo and NCCL read their interface from the environment when they connect.
     if num_nodes > 1:
         os.environ |= choose_interface(store, rank, num_ranks, point.host, backend, os.environ)

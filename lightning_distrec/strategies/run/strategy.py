@@ -22,7 +22,7 @@ from lightning_distrec._compat.lightning import call_overridden_hooks
 from lightning_distrec._compat.lightning_checkpoints import resume_from
 from lightning_distrec._compat.lightning_logging import before_values_are_reduced, log_at_less_python
 from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
-from lightning_distrec.cluster.environment import LaunchedRanks, check_numbers, local_world_size, publish_ranks
+from lightning_distrec.cluster.environment import LaunchedRanks, local_world_size, publish_ranks
 from lightning_distrec.cluster.host_resources import THREADS_VARIABLE
 from lightning_distrec.cluster.launched import Launched
 from lightning_distrec.cluster.rendezvous import name_in_store
@@ -36,6 +36,7 @@ from lightning_distrec.strategies.checkpoints.resuming import Resuming
 from lightning_distrec.strategies.data_parallel.gradient_exchange import name_option
 from lightning_distrec.strategies.run.checkpoint_hooks import CheckpointHooks, full_value
 from lightning_distrec.strategies.run.launched_ranks import (
+    check_trainer,
     connect_ranks,
     fork_launcher,
     forks_ranks,
@@ -160,9 +161,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         self._has_trainer = True
         # Lightning's launcher sets the variable.
         self._sets_threads = self.launched is not None and THREADS_VARIABLE not in os.environ
-        if self.launched is not None:
-            available = self.accelerator.auto_device_count()  # type: ignore[union-attr]
-            check_numbers(self.launched, len(self.parallel_devices or ()), available, self._num_nodes)
+        check_trainer(self, self._num_nodes)
         super()._configure_launcher()
         # Lightning has chosen its launcher by now, which would run sys.argv again.
         if has_no_script(self.cluster_environment, self.num_processes, self._num_nodes):
@@ -210,8 +209,8 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         reset_seed()
         self.set_world_ranks()
         self._process_group_backend = backend = self._get_process_group_backend()
+        connect_ranks(self, backend, self._waits, self._sets_threads, self._num_nodes)
         self.num_local_ranks = publish_ranks(self.cluster_environment, self.num_processes)
-        connect_ranks(self, backend, self._waits, self._sets_threads)
 
     # -- a run: subclasses begin it in `setup`
 
