@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, Dataset
 
 
@@ -12,6 +13,7 @@ def load_batches(dataset: Dataset, batch_size: int, *, shuffle: bool, num_worker
         batch_size=batch_size,
         shuffle=shuffle,
         num_workers=num_workers,
+        pin_memory=torch.cuda.is_available(),  # page-locked batches go to a GPU while it computes
         persistent_workers=num_workers > 0,
         collate_fn=_already_a_batch,
     )

@@ -92,7 +92,7 @@ def dry_module(module: LightningModule, trainer: Any, settings: TableSettings, d
             f"plan: nothing to plan: {type(module).__name__} has no embedding tables that torchrec_sharded would "
             f"shard.{unsharded} See convert_embeddings and min_rows, or train it with another strategy."
         )
-    assumed = list(selection.warnings)
+    assumed = [*selection.warnings, *selection.shipped]
     # Decisions only ask whether losses are scaled. On a CPU Lightning takes bf16-mixed instead, which has no scaler.
     plugin = SimpleNamespace(scaler=object() if precision == "16-mixed" and device.type == "cuda" else None)
     optimizers: list[Optimizer] = []

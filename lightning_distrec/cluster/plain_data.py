@@ -80,7 +80,7 @@ def _encode_library_value(value: Any) -> Any:
             return plain(value)
     if isinstance(value, list):
         return [_encode(item) for item in value]
-    raise TypeError(f"a {type(value).__name__} cannot be sent to other ranks")
+    raise TypeError(f"a value of type {type(value).__name__} cannot be sent to other ranks")
 
 
 def _decode(data: Any) -> Any:

@@ -12,7 +12,7 @@ from rich.table import Table as TextTable
 from lightning_distrec.sharding.planning.planned_table import PlannedTable
 from lightning_distrec.sharding.planning.sharding_plan import RankUsage, ShardingPlan
 from lightning_distrec.sharding.planning.traffic import TRAFFIC_KINDS
-from lightning_distrec.sharding.sharders import QuantizedComms
+from lightning_distrec.sharding.sharders import HOST_KERNELS, QuantizedComms
 from lightning_distrec.units import format_bytes, format_ranks, quantity, shortened
 
 
@@ -176,6 +176,7 @@ def print_plan(
         sent_in_words(plan),
         replicas_in_words(plan),
         _deduplicated(tables),
+        _in_host_memory(tables),
         _rest(tables),
         planned_with,
         *_left_alone(left_alone or {}),
@@ -217,6 +218,16 @@ def _deduplicated(tables: Sequence[PlannedTable]) -> str:
     """Return a line about tables whose repeated ids are sent once."""
     texts = [f"{table.name} ({table.distinct_share:.0%} are different)" for table in tables if table.deduplicated]
     return f"Ids that a batch repeats are sent once: {shortened(texts, MAX_RANKS)}" if texts else ""
+
+
+def _in_host_memory(tables: Sequence[PlannedTable]) -> str:
+    """Return a line about tables that a GPU reads from host memory (UVM)."""
+    texts = [
+        table.name + (f" ({share:.0%} cached on the GPU)" if (share := table.cache_load_factor) else "")
+        for table in tables
+        if table.compute_kernel in HOST_KERNELS
+    ]
+    return f"In host memory (UVM): {shortened(texts, MAX_RANKS)}" if texts else ""
 
 
 def _left_alone(reasons: Mapping[str, str]) -> list[str]:

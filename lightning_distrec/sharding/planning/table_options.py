@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
+from torch import nn
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import ShardingPlan as TorchRecPlan
 
@@ -153,12 +154,50 @@ WILD = re.compile(r"[*?\[\]]")
 """What makes a name a pattern, as in file names."""
 
 
+ShippedOptions = Mapping[str, list[TableOptions]]
+"""Full name of a table -> the options that modules around it ship, the innermost module's first."""
+NONE_SHIPPED: ShippedOptions = {}
+
+
+def options_of_modules(root: nn.Module, tables: list[Table]) -> tuple[ShippedOptions, list[str]]:
+    """Return what methods `table_options()` of modules in the tree return for tables below these; and that in words.
+
+    Such a method returns options by name, by path from its module, or by a pattern of either; what fits no table that
+    is sharded is told, since a library does not know `min_rows`. Raises ConfigError: an option is wrong.
+    """
+    shipped: dict[str, list[TableOptions]] = {}
+    lines = []
+    # Outer modules come first in the tree. They are asked last, as they know what the inner ones are used for.
+    for path, module in reversed(list(root.named_modules())):
+        if not hasattr(type(module), "table_options"):
+            continue
+        prefix = f"{path}." if path else ""
+        try:
+            parsed = _parsed(module.table_options())  # type: ignore[operator]
+        except ConfigError as error:
+            raise ConfigError(f"table_options() of '{path or type(module).__name__}': {error}") from None
+        fitted: set[str] = set()
+        for table in tables:
+            if table.full_name == path or table.full_name.startswith(prefix):
+                names = (table.name, table.full_name.removeprefix(prefix))
+                fitting = _fitting(names, parsed)
+                fitted |= fitting.keys()
+                shipped.setdefault(table.full_name, []).extend(fitting.values())
+        texts = [name if name in fitted else f"{name} (no sharded table)" for name in parsed]
+        lines.append(f"table_options() of '{path or type(module).__name__}' has options of {', '.join(texts)}")
+    return shipped, lines
+
+
 def options_by_table(
-    tables: list[Table], everywhere: TableOptions, user_options: OptionsByName
+    tables: list[Table],
+    everywhere: TableOptions,
+    user_options: OptionsByName,
+    shipped: ShippedOptions = NONE_SHIPPED,
 ) -> dict[str, TableOptions]:
     """Return the options of every table by its full name: `everywhere`, overridden by the user's for it.
 
-    A later pattern overrides an earlier one, option by option, a name any pattern, and a full name a name.
+    A later pattern overrides an earlier one, option by option, a name any pattern, and a full name a name; and all of
+    these override what is shipped.
     Raises ConfigError: a name or pattern that matches no table; an unknown option; options that contradict each other.
     """
     parsed = _parsed(user_options)
@@ -169,7 +208,7 @@ def options_by_table(
             continue
         problem = f"no table fits {name!r}" if WILD.search(name) else f"there is no table {name!r}"
         raise ConfigError(f"tables: {problem}{did_you_mean(WILD.sub('', name), names)} {_known_in_words(tables)}")
-    return {table.full_name: _table_options(table, everywhere, parsed) for table in tables}
+    return {table.full_name: _table_options(table, everywhere, parsed, shipped) for table in tables}
 
 
 def _known_in_words(tables: list[Table]) -> str:
@@ -201,7 +240,9 @@ def _fits(table: Table, name: str) -> bool:
     return any(table_name == name or fnmatchcase(table_name, name) for table_name in (table.name, table.full_name))
 
 
-def replicated_collections(tables: list[Table], user_options: OptionsByName) -> set[str]:
+def replicated_collections(
+    tables: list[Table], user_options: OptionsByName, shipped: ShippedOptions = NONE_SHIPPED
+) -> set[str]:
     """Return the collections, by path, of which all tables are replicated: they stay ordinary layers.
 
     Raises ConfigError: options that contradict each other; an EmbeddingCollection of which some tables are replicated.
@@ -210,7 +251,7 @@ def replicated_collections(tables: list[Table], user_options: OptionsByName) -> 
     paths: set[str] = set()
     for path in dict.fromkeys(table.collection for table in tables):
         collection_tables = [table for table in tables if table.collection == path]
-        replicated = [table for table in collection_tables if _table_options(table, TableOptions(), parsed).replicated]
+        replicated = [t for t in collection_tables if _table_options(t, TableOptions(), parsed, shipped).replicated]
         if len(replicated) == len(collection_tables):
             paths.add(path)
         elif replicated and not collection_tables[0].pooled:
@@ -237,17 +278,23 @@ def _as_options(name: str, options: TableOptions | Mapping[str, Any]) -> TableOp
         raise ConfigError(text if text.startswith(place) else f"{place}: {text}") from None
 
 
-def _table_options(table: Table, everywhere: TableOptions, parsed: Mapping[str, TableOptions]) -> TableOptions:
-    names = (table.name, table.full_name)
-    fitting = [
-        options
+def _fitting(names: tuple[str, str], parsed: Mapping[str, TableOptions]) -> dict[str, TableOptions]:
+    """Return the options of a table by what names it; later ones override. names: its name and its full name."""
+    fitting = {
+        pattern: options
         for pattern, options in parsed.items()
         if pattern not in names and any(fnmatchcase(name, pattern) for name in names)
-    ]
-    # The name before the full name, so that the latter wins. They may be equal, hence the dict.
-    exact = [parsed[name] for name in dict.fromkeys(names) if name in parsed]
+    }
+    # The name before the full name, so that the latter wins.
+    return fitting | {name: parsed[name] for name in names if name in parsed}
+
+
+def _table_options(
+    table: Table, everywhere: TableOptions, parsed: Mapping[str, TableOptions], shipped: ShippedOptions
+) -> TableOptions:
+    fitting = _fitting((table.name, table.full_name), parsed)
     try:
-        return _merged([everywhere, *fitting, *exact])
+        return _merged([everywhere, *shipped.get(table.full_name, ()), *fitting.values()])
     except ConfigError as error:
         raise ConfigError(f"table '{table.full_name}': {error}") from None
 

@@ -20,6 +20,7 @@ from lightning_distrec.ranks import Ranks
 from lightning_distrec.strategies.checkpoints.checkpoint_io import is_elsewhere
 from lightning_distrec.strategies.checkpoints.generators import fingerprint
 from lightning_distrec.strategies.checkpoints.positions import update_in_resumed_epoch
+from lightning_distrec.strategies.checkpoints.resuming import Resuming
 from lightning_distrec.strategies.checkpoints.table_states import SavedTables
 from lightning_distrec.strategies.run.launched_ranks import refuse_half_checkpoint
 from lightning_distrec.strategies.run.process_runs import PROCESS
@@ -38,6 +39,8 @@ class CheckpointHooks(DDPStrategy):
     restore_checkpoint_after_setup = True  # type: ignore[assignment]  # a property in Lightning, which never changes
     num_local_ranks = 1
     """Ranks on this node, once the ranks have met."""
+    resuming: Resuming | None = None
+    """Where the fit begins, and what its checkpoints are called; None before the first fit."""
     _session: Session | None = None
 
     @property
@@ -72,8 +75,12 @@ class CheckpointHooks(DDPStrategy):
         """Collective. Return a checkpoint: a folder, or a plain file. No code is run, but with `pickles`."""
         if self._session is None:
             # Without a session there is no setting `pickles`, so that no code in the file is run.
-            return super().load_checkpoint(checkpoint_path, weights_only=True)
-        return self.session.checkpoints.load(checkpoint_path)
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only=True)
+        else:
+            checkpoint = self.session.checkpoints.load(checkpoint_path)
+        if self.resuming is not None:
+            self.resuming.keep_folders(checkpoint_path, checkpoint)
+        return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -75,8 +75,6 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
     takes_launched_ranks = True
     """Read by `lightning_distrec`, before Lightning chooses a cluster environment."""
     cluster_environment: ClusterEnvironment  # the Trainer sets it before it calls any hook
-    resuming: Resuming | None = None
-    """Where the fit begins, and what its checkpoints are called; None before the first fit."""
     _run: AnyRun | None = None
     undo_last = ExitStack()  # of a launch that has failed
     _has_trainer = False
@@ -94,6 +92,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         deadlock_seconds: float = 60.0,
     ) -> None:
         check_choice("uneven_inputs", uneven_inputs, get_args(UnevenInputs))
+        check_choice("process_group_backend", process_group_backend, (None, "gloo", "nccl"))
         if float32_matmul_precision is not None:
             check_choice("float32_matmul_precision", float32_matmul_precision, get_args(MatmulPrecision))
             torch.set_float32_matmul_precision(float32_matmul_precision)
@@ -212,6 +211,14 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         connect_ranks(self, backend, self._waits, self._sets_threads, self._num_nodes)
         self.num_local_ranks = publish_ranks(self.cluster_environment, self.num_processes)
 
+    def exchange(self, value: Any) -> list[Any]:
+        """Collective. Return what each rank has passed, in rank order: numbers, texts, lists, dicts, tensors.
+
+        Once the ranks have met: in `setup` of modules and datamodules, where loaders are made, in hooks. Nothing is
+        pickled. Raises RankError on every rank: one rank's value is of another type.
+        """
+        return self.session.consensus.all_gather(value)
+
     # -- a run: subclasses begin it in `setup`
 
     def begin_run(self, trainer: Trainer, kind: type[AnyRun]) -> AnyRun:
@@ -237,13 +244,6 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         run.undo.enter_context(before_values_are_reduced(trainer, run.logged_keys.before_epoch_ends))
         run.undo.enter_context(run.gradient_hooks)
         return run
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        if self.resuming is not None:
-            self.resuming.keep_folders(checkpoint_path, checkpoint)
-        return checkpoint
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

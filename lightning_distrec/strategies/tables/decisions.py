@@ -26,14 +26,11 @@ from lightning_distrec.optimizers.updates_in_backward import (
 from lightning_distrec.sharding.meta_tables import give_rows_to_unsharded
 from lightning_distrec.sharding.meta_weight import can_have_rows, give_rows_to_buffers
 from lightning_distrec.sharding.plain_embeddings import NO_CONVERSION
-from lightning_distrec.sharding.planning.constraints import (
-    TableConstraints,
-    allowed_kernels,
-    allowed_types,
-)
+from lightning_distrec.sharding.planning.constraints import TableConstraints, allowed_kernels, allowed_types
 from lightning_distrec.sharding.planning.table_options import (
     TableOptions,
     options_by_table,
+    options_of_modules,
     refuse_named_odd_dims,
     replicated_collections,
 )
@@ -64,6 +61,8 @@ class SelectedTables:
     """Collections that stay ordinary layers, because their tables have replicated=True."""
     read: dict[str, str]
     """Full name -> where the module reads its weight, of sharded tables whose weight is not gathered."""
+    shipped: list[str]
+    """Which modules ship options, for reports."""
 
     @property
     def warnings(self) -> list[str]:
@@ -118,10 +117,11 @@ def select_tables(
         shardable = [table for table in candidates.tables if table.collection not in left_alone]
         candidates = replace(candidates, tables=shardable, left_alone=candidates.left_alone | dict(left_alone))
     refuse_named_odd_dims(candidates.tables, candidates.odd_tables, candidates.left_alone, settings.table_options)
+    shipped, shipped_in_words = options_of_modules(module, candidates.tables)
     options = options_by_table(
-        [*candidates.tables, *candidates.odd_tables], settings.default_options, settings.table_options
+        [*candidates.tables, *candidates.odd_tables], settings.default_options, settings.table_options, shipped
     )
-    replicated = replicated_collections(candidates.tables, settings.table_options)
+    replicated = replicated_collections(candidates.tables, settings.table_options, shipped)
     tables = [table for table in candidates.tables if table.collection not in replicated]
     # Before weights are looked for: it may give an unsharded table another number of rows.
     tables = [with_dynamic_ids(table, options[table.full_name]) for table in tables]
@@ -147,7 +147,7 @@ def select_tables(
     }
     read = {name: method for name, method in read.items() if name in table_options}
     give_rows_to_unsharded(module, {id(table.parameter) for table in tables})
-    return SelectedTables(tables, table_options, left_alone, replicated, read)
+    return SelectedTables(tables, table_options, left_alone, replicated, read, shipped_in_words)
 
 
 class FitUpdates(NamedTuple):
@@ -350,7 +350,8 @@ def has_unsharded_collections(module: nn.Module, settings: TableSettings) -> boo
     """Return whether collections were added to a module whose tables an earlier run has sharded."""
     # Plain embeddings are not looked at: those that stay unsharded were decided about in the earlier run.
     tables = find_tables(module, NO_CONVERSION).tables
-    replicated = replicated_collections(tables, settings.table_options)
+    shipped, _ = options_of_modules(module, tables)
+    replicated = replicated_collections(tables, settings.table_options, shipped)
     return any(table.collection not in replicated for table in tables)
 
 

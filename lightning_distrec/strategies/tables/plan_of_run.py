@@ -48,7 +48,8 @@ def plan_tables(
 
     plan = _from_rank_zero(make)
     if inputs.fits and inputs.trainer.is_global_zero:
-        print_plan(plan, inputs.output_dtype, facts.in_words, decisions.selection.left_alone)
+        notes = "\n".join([facts.in_words, *decisions.selection.shipped])
+        print_plan(plan, inputs.output_dtype, notes, decisions.selection.left_alone)
     return plan
 
 

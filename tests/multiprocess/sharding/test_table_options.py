@@ -1,5 +1,7 @@
 """What is said about single tables, where tables are really sharded."""
 
+import contextlib
+import io
 from typing import Any
 
 import pytest
@@ -98,7 +100,10 @@ def test_tables_that_are_kept_whole_train_beside_sharded_ones_to_the_numbers_of_
 
 
 class OnMeta(Mixed):
-    """Builds the collection that is to be kept whole without memory."""
+    """Builds the collection that is to be kept whole without memory, and says itself that it is to be."""
+
+    def table_options(self) -> dict[str, Any]:
+        return {"replicated.t": {"replicated": True}, "narrow": {"sharding_types": ["row_wise"]}}
 
     def configure_model(self) -> None:
         config = EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=60, feature_names=["a"])
@@ -139,13 +144,19 @@ def _refuse() -> dict[str, str]:
 
 def _keep_whole() -> dict[str, Any]:
     model = seeded(OnMeta)
-    options = {"convert_embeddings": "all", "tables": {"replicated.t": {"replicated": True}}}
-    train_sharded(model, 1, options)
-    return model.final_state
+    options = {"convert_embeddings": "all", "tables": {"narrow": {"sharding_types": ["table_wise"]}}}
+    with contextlib.redirect_stdout(io.StringIO()) as table:
+        train_sharded(model, 1, options)
+    sharded = sharded_tables_of(model)
+    assert sharded is not None
+    return model.final_state | {"table": table.getvalue(), "narrow": sharded.plan["ebc.narrow"].sharding_type}
 
 
 def test_a_collection_that_is_kept_whole_has_its_rows_from_configure_model() -> None:
-    first, second = (state["replicated.embedding_bags.t.weight"] for state in run_on_warm_ranks(_keep_whole, 2))
+    ranks = run_on_warm_ranks(_keep_whole, 2)
+    assert "table_options() of 'OnMeta' has options of replicated.t, narrow" in ranks[0]["table"]
+    assert ranks[0]["narrow"] == "table_wise", "the strategy's options override those that a module ships"
+    first, second = (state["replicated.embedding_bags.t.weight"] for state in ranks)
     assert torch.equal(first, second)
     # torchrec draws them uniformly, up to one by the root of the number of rows; one step moves them a little.
     assert 0.01 < float(first.std()) < 0.5

@@ -72,7 +72,9 @@ def _words(action: Callable[[], Any]) -> str:
 def _reuse(name: str) -> dict[str, Any]:
     strategy = STRATEGIES[name]()
     first = _trainer(strategy)
+    early = _words(lambda: strategy.exchange(0))
     losses = [_fit(first, name)]
+    exchanged = strategy.exchange({"rank": strategy.global_rank, 0: ("host", torch.arange(2))})
     pickled: list[bytes] = []
     said = {"pickle": _words(lambda: pickled.append(pickle.dumps(strategy)))}
     second = _trainer(strategy)
@@ -85,7 +87,8 @@ def _reuse(name: str) -> dict[str, Any]:
     said["copy"] = _words(lambda: copy.deepcopy(strategy))
     said["within"] = _words(lambda: _fit(_trainer(STRATEGIES[name]()), name, MakesTrainer))
     said["fabric"] = _words(lambda: Fabric(strategy=strategy, devices=1))
-    return {"losses": losses, "said": said}
+    said |= {"early": early, "types": _words(lambda: strategy.exchange(object() if strategy.global_rank else None))}
+    return {"losses": losses, "said": said, "exchanged": exchanged}
 
 
 @pytest.fixture(scope="module")
@@ -110,3 +113,7 @@ def test_trainers_share_a_strategy_or_are_told_why_not(actual: list[dict[str, An
         assert said["within"].startswith("ConfigError: this ")
         assert "is in a run of another Trainer (trainer.fit). Give a Trainer that is made within" in said["within"]
         assert "for lightning.pytorch's Trainer, not for Fabric" in said["fabric"]
+        assert [value["rank"] for value in results[name]["exchanged"]] == [0, 1]
+        assert torch.equal(results[name]["exchanged"][1 - rank][0][1], torch.arange(2))
+        assert "the ranks have not met yet" in said["early"]
+        assert said["types"] == "RankError: rank 1: a value of type object cannot be sent to other ranks"

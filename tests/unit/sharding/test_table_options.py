@@ -1,5 +1,6 @@
 """What a user may say about a table: by name, by pattern, from code and from YAML; and what planning makes of it."""
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch.cli import LightningArgumentParser
+from rich.console import Console
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed.planner.constants import POOLING_FACTOR
@@ -21,7 +23,12 @@ from lightning_distrec.sharding.planning.constraints import (
     torchrec_constraint,
 )
 from lightning_distrec.sharding.planning.planner import make_plan
-from lightning_distrec.sharding.planning.table_options import options_by_table, replicated_collections
+from lightning_distrec.sharding.planning.report_text import print_plan
+from lightning_distrec.sharding.planning.table_options import (
+    options_by_table,
+    options_of_modules,
+    replicated_collections,
+)
 from lightning_distrec.sharding.sharders import KERNELS
 from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.sharding.tables import Table, find_tables
@@ -220,6 +227,60 @@ def test_a_table_is_planned_with_the_kernel_and_the_cache_that_were_asked_for() 
     # What the kernel is made with.
     assert add_params_from_parameter_sharding(None, plan["ebc.a"])["cache_load_factor"] == 0.25
     assert (plan["ebc.b"].compute_kernel, plan["ebc.b"].cache_params) == ("fused", None)
+    console = Console(file=io.StringIO(), width=150)
+    print_plan(made, console=console)
+    assert "In host memory (UVM): ebc.a (25% cached on the GPU) " in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+class Shipped(nn.Module):
+    """A library's module, which knows how its tables are used."""
+
+    def __init__(self, options: Any) -> None:
+        super().__init__()
+        self.ebc = EmbeddingBagCollection(tables=[config("user_id"), config("user_zip"), config("item")])
+        self.options = options
+
+    def table_options(self) -> Any:
+        return self.options
+
+
+def test_a_module_ships_options_of_its_tables_which_outer_modules_and_the_user_override() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            inner = {"user_*": TableOptions(pooling_factor=3.0, min_partition=8), "ebc.item": {"replicated": True}}
+            self.first = Shipped(inner)
+            self.second = Shipped({})
+            self.other = Shipped({"absent": {"replicated": True}})
+
+        def table_options(self) -> dict[str, Any]:
+            return {"first.ebc.user_id": {"pooling_factor": 5.0}, "second.*": {"sharding_types": ["row_wise"]}}
+
+    root = Outer()
+    tables = find_tables(root).tables
+    shipped, lines = options_of_modules(root, tables)
+    everywhere = TableOptions(embedding_update="auto", sharding_types=["table_wise"])
+    options = options_by_table(tables, everywhere, {"user_zip": {"pooling_factor": 7.0}}, shipped)
+    expected = {"first.ebc.user_id": 5.0, "first.ebc.user_zip": 7.0, "first.ebc.item": None, "second.ebc.user_zip": 7.0}
+    assert {name: options[name].pooling_factor for name in expected} == expected
+    assert options["first.ebc.user_id"].explicit_options() == {
+        "embedding_update": "auto",
+        "sharding_types": ["table_wise"],
+        "pooling_factor": 5.0,
+        "min_partition": 8,
+    }
+    assert options["second.ebc.item"].sharding_types == ["row_wise"]
+    assert options["first.ebc.item"].explicit_options() == {"replicated": True}
+    assert options["other.ebc.item"] == everywhere
+    assert lines == [
+        "table_options() of 'other' has options of absent (no sharded table)",
+        "table_options() of 'second' has options of ",
+        "table_options() of 'first' has options of user_*, ebc.item",
+        "table_options() of 'Outer' has options of first.ebc.user_id, second.*",
+    ]
+    root.first.options = {"item": {"sharding_typ": []}}
+    with pytest.raises(ConfigError, match=r"of 'first': tables\['item'\].*did you mean 'sharding_types'"):
+        options_of_modules(root, tables)
 
 
 YAML = """

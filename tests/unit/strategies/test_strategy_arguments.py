@@ -35,6 +35,7 @@ def test_the_precision_of_products_is_set_for_the_process_and_otherwise_left() -
     ("arguments", "message"),
     [
         ({"float32_matmul_precision": "tf32"}, "float32_matmul_precision='tf32' is not known. Use one of 'highest'"),
+        ({"process_group_backend": "mpi"}, "process_group_backend='mpi' is not known. Use one of None, 'gloo', 'nccl'"),
         ({"start_seconds": 0}, "start_seconds=0: must be a number of seconds above 0"),
         ({"watchdog_seconds": -1}, "watchdog_seconds=-1: must be at least 0, which disables it"),
         ({"deadlock_seconds": -1}, "deadlock_seconds=-1: must be at least 0, which disables it"),
