@@ -1,4 +1,4 @@
-"""A lost node is replaced, or a rank on one of two nodes is killed: the job resumes from checkpoints on disk."""
+"""A lost node is replaced, or done without, or a rank on one of two nodes is killed: the job resumes from disk."""
 
 import json
 import os
@@ -6,14 +6,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.debian import require
 from tests.support.environments import environment
+from tests.support.killed_script import EPOCHS
 from tests.support.kills import check_trained, read_trained
+from tests.support.launched_script import NUM_SAMPLES
 from tests.support.launches import ONE_THREAD
 from tests.support.ports import free_port
 from tests.support.two_machines import Machine, NoMachines, two_machines
@@ -40,21 +44,29 @@ def machines() -> Iterator[tuple[Machine, Machine]]:
 class _Agents:
     """torchrun on each machine."""
 
-    def __init__(self, machines: tuple[Machine, Machine], folder: Path) -> None:
-        self.machines, self.folder = machines, folder
+    def __init__(
+        self,
+        machines: tuple[Machine, Machine],
+        folder: Path,
+        num_nodes: str = "2",
+        rendezvous: str = "",
+        **options: Any,
+    ) -> None:
+        self.machines, self.folder, self.num_nodes, self.rendezvous = machines, folder, num_nodes, rendezvous
+        self.options = {"pause": 0.1} | options
         self.port = free_port()
         self.running: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, number: int) -> None:
         machine = self.machines[number]
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.num_nodes}", "--nproc-per-node=1"]
         command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={self.machines[0].address}:{self.port}", "--rdzv-id=job"]
-        command += [f"--rdzv-conf=is_host={int(number == 0)}"]
+        command += [f"--rdzv-conf=is_host={int(number == 0)}{self.rendezvous}"]
         command += [f"--local-addr={machine.address}", "--max-restarts=3", "-m", "tests.support.killed_script"]
         # torch 2.13 gives an agent that joins later no address in the store that it shares among attempts.
         environ = environment(
             TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
-            KILLED_OPTIONS=json.dumps({"pause": 0.1}),
+            KILLED_OPTIONS=json.dumps(self.options),
             **ONE_THREAD,
         )
         environ.pop("GLOO_SOCKET_IFNAME", None)
@@ -112,3 +124,40 @@ def test_a_job_goes_on_when_a_node_is_replaced(machines: tuple[Machine, Machine]
     assert restart.step >= EVERY
     assert restart.reached is not None
     assert restart.reached - restart.step <= 2 * EVERY
+
+
+def _lines(folder: Path, rank: int) -> list[dict[str, Any]]:
+    file = folder / f"losses.{rank}"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+@pytest.mark.timeout(4 * LIMIT_SECONDS)
+def test_an_elastic_job_shrinks_to_the_node_that_is_left_and_grows_again(
+    machines: tuple[Machine, Machine], tmp_path: Path
+) -> None:
+    # By default torch notices a lost agent after 15 s, and waits 30 s for more nodes than the fewest.
+    conf = ",last_call_timeout=5,keep_alive_interval=1"
+    agents = _Agents(machines, tmp_path, "1:2", conf, pause=0.3, stopping={"on_sigterm": "checkpoint"})
+    try:
+        for number in (0, 1):
+            agents.start(number)
+        agents.wait(lambda: len(_lines(tmp_path, 1)) > 2 * EVERY)
+        agents.lose(1)
+        agents.wait(lambda: "1 rank on 1 node, started by torchrun" in agents.printed())
+        num_lines = len(_lines(tmp_path, 0))
+        agents.wait(lambda: len(_lines(tmp_path, 0)) > num_lines + EVERY)
+        agents.start(1)
+        agents.wait(lambda: all(agent.poll() is not None for agent in agents.running.values()))
+    finally:
+        for agent in agents.running.values():
+            agent.kill()
+    trained = read_trained(tmp_path, agents.printed())
+    assert [agent.returncode for agent in agents.running.values()] == [0, 0], trained.printed[-6000:]
+    shrunk, grown = sorted(trained.restarts, key=lambda restart: restart.step)
+    assert (shrunk.step % EVERY, grown.repeated) == (0, 0), "the one who loses nothing is told to stop by its agent"
+    # What counts of a step that was trained again is the last time.
+    seen = {(0, line["step"]): line["of"] for line in _lines(tmp_path, 0)}
+    alone = range(shrunk.step, grown.step)
+    seen |= {(1, line["step"]): line["of"] for line in _lines(tmp_path, 1) if line["step"] not in alone}
+    counts = Counter(number for numbers in seen.values() for number in numbers)
+    assert counts == Counter(dict.fromkeys(range(NUM_SAMPLES), EPOCHS)), "each epoch trains each sample once"

@@ -9,6 +9,8 @@ TESTS = {
     "a rank is killed or out of memory": (f"{CLUSTER}/test_restarts.py", "test_a_job_whose_ranks_are_killed"),
     "a node goes down, under Slurm": (f"{CLUSTER}/test_requeue.py", "test_a_job_whose_node_goes_down_is_requeued"),
     "a node goes down, under torchrun": (f"{CLUSTER}/test_replaced_node.py", "test_a_job_goes_on_when_a_node_is_rep"),
+    "a node is lost, under `torchrun --nnodes": (f"{CLUSTER}/test_replaced_node.py", "test_an_elastic_job_shrinks"),
+    "a node comes, under `torchrun --nnodes": (f"{CLUSTER}/test_replaced_node.py", "test_an_elastic_job_shrinks"),
     "Slurm's time limit": (f"{CLUSTER}/test_requeue.py", "test_a_requeued_job_goes_on_as_if_it_had_never_stopped"),
     "SIGTERM": (f"{CLUSTER}/test_signals.py", "test_sigterm_in_any_order_ends_all_ranks"),
     "an exception on a rank": (f"{CLUSTER}/test_dead_ranks.py", "test_an_exception_in_a_hook_of_one_rank_is_named_on_"),

@@ -163,7 +163,7 @@ def options_of_modules(root: nn.Module, tables: list[Table]) -> tuple[ShippedOpt
     """Return what methods `table_options()` of modules in the tree return for tables below these; and that in words.
 
     Such a method returns options by name, by path from its module, or by a pattern of either; what fits no table that
-    is sharded is told, since a library does not know `min_rows`. Raises ConfigError: an option is wrong.
+    is sharded is reported, since a library does not know `min_rows`. Raises ConfigError: an option is wrong.
     """
     shipped: dict[str, list[TableOptions]] = {}
     lines = []
