@@ -35,7 +35,8 @@ lint: install  ## check style (ruff) and types (mypy)
 	@.venv/bin/ruff format --quiet --check . || { echo "Run: .venv/bin/ruff format ."; exit 1; }
 	@.venv/bin/mypy
 
-docs: install  ## build the documentation's site into site/; a broken link is an error
+docs: install  ## build the documentation's site into site/; broken links and lists, and wide code, are errors
+	@.venv/bin/python -m tests.docs.readable
 	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
 	@echo "Built: site/index.html"
 

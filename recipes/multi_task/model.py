@@ -86,8 +86,10 @@ class MultiTaskModel(pl.LightningModule):
         """Return the weighted sum of the tasks' losses."""
         losses = self._losses(self(batch), batch["labels"])
         logged = {f"train_loss_{task}": loss for task, loss in zip(TASKS, losses, strict=True)}
-        self.log_dict(logged, prog_bar=True)  # rank 0's, every 50 steps: one epoch has a curve, too
-        return sum(weight * loss for weight, loss in zip(self.hparams["loss_weights"], losses, strict=True))
+        self.log_dict(logged)  # rank 0's, every 50 steps: one epoch has a curve, too
+        total = sum(weight * loss for weight, loss in zip(self.hparams["loss_weights"], losses, strict=True))
+        self.log("train_loss", total, prog_bar=True)
+        return total
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Add a batch to each task's AUROC and log-loss."""
@@ -96,7 +98,7 @@ class MultiTaskModel(pl.LightningModule):
         for number, (task, loss) in enumerate(zip(TASKS, losses, strict=True)):
             auroc = cast(BinaryAUROC, self.val_aurocs[task])
             auroc.update(torch.sigmoid(logits[:, number]), batch["labels"][:, number].long())
-            self.log(f"val_auroc_{task}", auroc, prog_bar=True, batch_size=size)
+            self.log(f"val_auroc_{task}", auroc, batch_size=size)
             self.log(f"val_log_loss_{task}", loss, batch_size=size, sync_dist=True)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:

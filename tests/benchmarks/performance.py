@@ -88,7 +88,7 @@ def _page(measured: Measured, rounds: int) -> str:
 def _with_sections(page: str, initial: Path) -> str:
     """Return the page with the sections of other benchmarks that were in it before."""
     old = initial.read_text(encoding="utf-8") if initial.exists() else ""
-    for name in ("checkpointing", "dense", "host time", "plans", "planning"):
+    for name in ("checkpointing", "dense", "plans", "planning", "estimated steps", "host time", "by hand"):
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
         if begin in old:
             section = old[old.index(begin) : old.index(end) + len(end)]

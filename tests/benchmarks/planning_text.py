@@ -2,9 +2,10 @@
 
 BEGIN, END = "<!-- planning: begin -->", "<!-- planning: end -->"
 PROBLEMS = """\
-Published problems: `mlperf` is the tables of MLPerf's DLRM-DCNv2 (26 tables of up to 40 million rows x 128, up to 100
-ids an example; 65,536 examples on all ranks together), `torchrec` those of TorchRec's own planner tests (100 rows; 12
-columns in place of 10, which FBGEMM does not take). `zipf` as below. TorchRec's planner gets ten minutes."""
+Published problems: `mlperf` is the tables of MLPerf's DLRM-DCNv2, 26 of up to 40 million rows x 128. They have up to
+100 ids an example, and all ranks together 65,536 examples. `torchrec` is those of TorchRec's own planner tests:
+100 rows, and 12 columns in place of 10, which FBGEMM does not take.
+`zipf` as below. TorchRec's planner gets ten minutes."""
 DETAILS = "performance_planning.csv"
 """The file next to the page that has every set of tables."""
 
@@ -33,7 +34,7 @@ Seconds are those of one thread's processor; 300 of the MiB are torch and torchr
 The critical path is the estimated time of a step for tables, see [plans](how_to/plans.md#how-the-planner-decides); of
 the default planner's plans too.
 The default planner has the same memory, constraints and bandwidths, and {limit_seconds:.0f} seconds for each set.
-[This file]({DETAILS}) has a line for each set, drawn from seeds: `uniform` has 10 thousand to 5 million rows a table,
+[This file]({DETAILS}) has a line for each set, drawn from seeds. `uniform` has 10 thousand to 5 million rows a table,
 `zipf` 50 million over the table's number, `giant` one table of 200 million, `tiny` thousands.""",
         END,
     ]

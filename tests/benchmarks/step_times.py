@@ -218,8 +218,8 @@ def section(actual: list[Timed], when: str) -> str:
         BEGIN,
         "## Estimated and measured steps",
         f"""\
-Ten fits on two ranks with measured bandwidths: the slowest rank's estimated time for tables, the measured step of the
-same fit without tables (Lightning's loop, one layer, DDP), their sum, and the step that was measured.
+Ten fits on two ranks with measured bandwidths. The slowest rank's estimated time for tables is added to the measured
+step of the same fit without tables (Lightning's loop, one layer, DDP), and compared with the measured step.
 `python -m tests.benchmarks.step_times` writes this section and its numbers, {when}, on {machine()}.
 {NUM_TABLES} tables of {ROWS:,} x {DIM}, {POOLING} ids per example, and one layer.""",
         table(

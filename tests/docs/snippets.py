@@ -107,7 +107,7 @@ def _make_classes(node: Any) -> None:
 
 def _commands(text: str) -> Iterator[tuple[str, list[str]]]:
     """Yield each command of a console block with the lines that it is shown to print."""
-    for first in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
+    for first in re.split(r"^\$ ", text.replace("\\\n", " "), flags=re.MULTILINE)[1:]:
         command, *shown = first.splitlines()
         yield command.partition("  #")[0].strip(), shown
 

@@ -67,6 +67,12 @@ def test_without_an_address_the_package_claims_none(tmp_path: Path) -> None:
     assert "# lightning_distrec" in metadata
 
 
+def test_the_site_shows_the_recipes_own_pictures() -> None:
+    copies = sorted((ROOT / "docs/images/recipes").iterdir())
+    assert [copy.stem for copy in copies] == sorted(path.parent.name for path in ROOT.glob("recipes/*/curves.png"))
+    assert all(copy.read_bytes() == (ROOT / "recipes" / copy.stem / "curves.png").read_bytes() for copy in copies)
+
+
 def test_the_sdist_can_be_built_and_tested(tmp_path: Path) -> None:
     with tarfile.open(_build("sdist", tmp_path)) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames()}

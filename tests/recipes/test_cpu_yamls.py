@@ -1,6 +1,7 @@
 """Every recipe's cpu.yaml trains as its README says, in a copy of the recipe; figures in READMEs are from full runs."""
 
 import csv
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +93,10 @@ def test_each_recipe_has_what_a_reader_expects(name: str) -> None:
     readme = (folder / "README.md").read_text()
     assert f"recipes/{name}/cpu.yaml" in readme
     assert "## Results" in readme
+    shown = re.findall(r'self\.log\(f?"([^"]+)".*prog_bar=True', (folder / "model.py").read_text())
+    assert shown
+    for metric in shown:  # the bar cuts longer names, on 80 columns
+        assert len(metric.replace("{split}", "val")) <= 16, metric
     for file in ("cpu.yaml", "gpu.yaml"):
         trainer = yaml.safe_load((folder / file).read_text())["trainer"]
         saved = [
