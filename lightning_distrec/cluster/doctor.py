@@ -3,7 +3,6 @@
 import itertools
 import os
 import platform
-import resource
 import shutil
 import socket
 import statistics
@@ -23,6 +22,7 @@ from rich.table import Table
 
 from lightning_distrec.cluster.consensus import all_gather_plain
 from lightning_distrec.cluster.environment import complete_launched, find_launched
+from lightning_distrec.cluster.host_resources import needed_open_files, open_files_limit
 from lightning_distrec.cluster.launched import Launched
 from lightning_distrec.cluster.rendezvous import MeetingPoint, meet
 from lightning_distrec.host_memory import host_memory_bytes
@@ -49,7 +49,7 @@ class Rank:
     cpus: int
     memory_bytes: int
     open_files: int
-    """Limit of open files of the process."""
+    """How many files a training may open: the hard limit, to which it raises its own."""
     shared_memory_bytes: int
     """Free memory for the batches that a DataLoader's workers pass on."""
     sees_folder: bool
@@ -115,7 +115,7 @@ def _examine_rank(launched: Launched, folder: Path) -> Rank:
         # Not os.cpu_count: schedulers bind ranks to some of the machine's CPUs.
         cpus=len(os.sched_getaffinity(0)),
         memory_bytes=host_memory_bytes(),
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        open_files=open_files_limit(),
         shared_memory_bytes=shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else 0,
         sees_folder=_sees_folder(folder, launched),
     )
@@ -241,13 +241,16 @@ def _machine_problems(findings: Findings) -> Iterable[Problem]:
             yield Problem("error", f"{host} has {num_ranks} ranks and {devices} GPUs.", "Start one per GPU.")
         if cpus < num_ranks and all(rank.cpus == cpus for rank in node_ranks):
             yield Problem("warning", f"{host} has {num_ranks} ranks on {cpus} CPUs.", "Ask for more: --cpus-per-task.")
-    if few := [rank for rank in ranks if rank.open_files < MIN_OPEN_FILES]:
-        lowest = min(rank.open_files for rank in few)
+    needed = needed_open_files(len(ranks), "nccl" if all(rank.devices for rank in ranks) else "gloo")
+    lowest = min(rank.open_files for rank in ranks)
+    few = _list_ranks(rank for rank in ranks if rank.open_files == lowest)
+    if lowest < needed:
         yield Problem(
-            "warning",
-            f"{_list_ranks(few)} may have {lowest} files open.",
-            f"Workers of dataloaders need many: ulimit -n {MIN_OPEN_FILES}.",
+            "error", f"{few} may have {lowest} files open.", f"Ranks connect to each other: ulimit -n {needed}."
         )
+    elif lowest < MIN_OPEN_FILES:
+        advice = f"Workers of dataloaders need many: ulimit -n {MIN_OPEN_FILES}."
+        yield Problem("warning", f"{few} may have {lowest} files open.", advice)
     if full := [rank for rank in ranks if rank.shared_memory_bytes < MIN_SHARED_MEMORY_BYTES]:
         lowest = min(rank.shared_memory_bytes for rank in full)
         yield Problem(

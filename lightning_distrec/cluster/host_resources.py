@@ -1,4 +1,4 @@
-"""What a rank uses of its machine: a number of threads, and the network interface to the ranks of other nodes.
+"""What a rank uses of its machine: threads, open files, and the network interface to the ranks of other nodes.
 
 By default gloo takes the interface of the machine's own name, which may be no network at all (127.0.1.1), and NCCL the
 first that is up.
@@ -7,14 +7,18 @@ first that is up.
 import ctypes
 import ipaddress
 import os
+import resource
 import socket
 import struct
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch.distributed import Store
+
+from lightning_distrec.errors import ConfigError
 
 Cpus = tuple[int, frozenset[int]]
 """A rank's node, and the CPUs it may run on."""
@@ -53,6 +57,44 @@ def end_threads() -> bool:
     """
     pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)  # torch loads its OpenMP for all to see
     return pause is not None and pause(OMP_PAUSE_HARD) == 0
+
+
+LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
+SOCKETS_PER_RANK = {"gloo": 4, "nccl": 2}
+"""Between rank 0 and each other one: its store's, and one for each group of gloo in which each two ranks exchange
+something: the control message of a step, and without NCCL rows and ids."""
+OTHER_FILES = 256
+"""What a rank has open besides: libraries, logs, checkpoints, pipes of workers, and few sockets of other groups."""
+
+
+def needed_open_files(num_ranks: int, backend: str) -> int:
+    """Return how many files rank 0 of a job has open, sockets to the other ranks included; NCCL's own are few."""
+    return SOCKETS_PER_RANK["nccl" if "nccl" in backend else "gloo"] * num_ranks + OTHER_FILES
+
+
+def open_files_limit() -> int:
+    """Return how many files this process may open, once `reserve_open_files` has raised its limit."""
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit
+
+
+def reserve_open_files(num_ranks: int, backend: str) -> None:
+    """Let this process open as many files as the system lets it, and gloo connect ranks when they first exchange.
+
+    Otherwise gloo opens a socket to each rank for each process group. Raises ConfigError: too few for `num_ranks`.
+    """
+    os.environ.setdefault(LAZY_GLOO, "1")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(OSError, ValueError):  # some systems have a lower limit than the one that they name
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < (needed := needed_open_files(num_ranks, backend)):
+        raise ConfigError(
+            f"a rank in a job of {num_ranks} needs {needed} open files, most of them sockets, and may open {soft}. "
+            f"Raise the limit before the job starts: `ulimit -n {needed}`, LimitNOFILE of the scheduler's service, or "
+            "docker run --ulimit."
+        )
 
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"

@@ -80,6 +80,10 @@ def test_nothing_is_reported_where_all_is_well() -> None:
         ({"python": "3.12.1"}, "error: ranks have different versions"),
         ({"versions_problem": "no torchrec"}, "error: rank 1 on b: no torchrec Install"),
         ({"node": 0, "devices": (), "host": "a"}, ""),
+        (
+            {"open_files": 250},
+            "error: rank 1 on b may have 250 files open. Ranks connect to each other: ulimit -n 260.",
+        ),
         ({"open_files": 1024}, "warning: rank 1 on b may have 1024 files open. Workers"),
         ({"shared_memory_bytes": 64_000_000}, "warning: rank 1 on b have 64.0 MB free in /dev/shm"),
     ],

@@ -29,6 +29,7 @@ from lightning_distrec.cluster.host_resources import (
     cpus_of_this_process,
     end_threads,
     num_threads,
+    reserve_open_files,
     use_threads,
 )
 from lightning_distrec.cluster.job_key import KEY_VARIABLE
@@ -238,6 +239,8 @@ def connect_ranks(strategy: Any, backend: str, waits: Waits, sets_threads: bool,
         return PROCESS.start_watchdog(rank, point, list(names), port, token, waits)
 
     watches = {"watch": watch} if num_ranks > 1 else {}
+    if num_ranks > 1:
+        reserve_open_files(num_ranks, backend)
     store = meet(point, rank, num_ranks, start_seconds, log_on_rank, names, **watches)
     store.set_timeout(timeout)
     if launched is not None and launched.place is not None:

@@ -1,4 +1,7 @@
-"""Threads of a rank, by the CPUs that it and the others on its node were given."""
+"""Threads of a rank, by the CPUs that it and the others on its node were given, and files that it may open."""
+
+import subprocess
+import sys
 
 import pytest
 
@@ -32,3 +35,27 @@ def test_what_slurm_was_asked_for_is_the_most():
     assert num_threads([(0, ALL)], 0, {"SLURM_CPUS_PER_TASK": "4"}) == 4
     assert num_threads([(0, ALL)], 0, {"SLURM_CPUS_PER_TASK": "40"}) == 16
     assert num_threads([(0, ALL)], 0, {"SLURM_CPUS_PER_TASK": ""}) == 16
+
+
+RESERVE = """
+import os, resource
+from lightning_distrec.cluster.host_resources import reserve_open_files
+from lightning_distrec.errors import ConfigError
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (300, 1000))
+for num_ranks, backend in ((186, "gloo"), (187, "gloo"), (372, "nccl"), (373, "cpu:gloo,cuda:nccl")):
+    try:
+        reserve_open_files(num_ranks, backend)
+        print(resource.getrlimit(resource.RLIMIT_NOFILE), os.environ["TORCH_GLOO_LAZY_INIT"])
+    except ConfigError as error:
+        print(error)
+"""
+
+
+def test_a_rank_may_open_what_the_system_lets_it_and_too_many_ranks_are_refused() -> None:
+    done = subprocess.run([sys.executable, "-c", RESERVE], capture_output=True, text=True, check=True)
+    fits, gloo, nccl, too_many = done.stdout.splitlines()
+    assert fits == nccl == "(1000, 1000) 1"
+    assert gloo.startswith("a rank in a job of 187 needs 1004 open files, most of them sockets, and may open 1000.")
+    assert "`ulimit -n 1004`" in gloo
+    assert too_many.startswith("a rank in a job of 373 needs 1002 open files")

@@ -1,0 +1,160 @@
+"""What a rank pays as their number grows: real ranks of one machine, of a job so small that little else is seen.
+
+    python -m tests.benchmarks.ranks [2 8 16 ...] [--steps 40] [--write]
+
+8 tables of 2,000 x 16, 8 examples a rank, over gloo, under torchrec_sharded and Lightning's ddp: sockets, threads and
+memory of a rank, seconds from Trainer.fit to the first step, and a step's wall and processor time. Ranks share the
+machine's cores, so a step's wall time grows with their number; its processor time is what one rank pays. Ranks are
+forked from one process, and share its libraries' memory: they count a part of it each. 64 ranks take 19 GiB.
+--write puts the table into docs/scale.md.
+"""
+
+import argparse
+import os
+import time
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded, here and in the ranks
+
+import lightning.pytorch as pl  # noqa: E402
+import torch  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
+
+from tests.benchmarks.page import table  # noqa: E402
+from tests.support.ranks import run_on_ranks  # noqa: E402
+from tests.support.trainers import make_ddp_trainer, make_trainer  # noqa: E402
+
+PAGES = Path(__file__).resolve().parents[2] / "docs" / "scale.md", Path(__file__).with_name("scale_page.md")
+"""The page, and the words from which tests.benchmarks.scale writes it."""
+BEGIN, END = "<!-- ranks: begin -->", "<!-- ranks: end -->"
+TABLES, ROWS, DIM, EXAMPLES = 8, 2_000, 16, 8
+WARM_UP_STEPS = 10
+OURS, DDP = "torchrec_sharded", "Lightning's ddp"
+HEADINGS = [
+    "ranks",
+    "strategy",
+    "sockets",
+    "threads",
+    "MiB (PSS)",
+    "start, s",
+    "step, ms",
+    "processor time of a step, ms",
+]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank has measured of itself."""
+
+    sockets: int
+    threads: int
+    mib: float
+    """Its memory, of which shared pages count by their share."""
+    start_seconds: float
+    step_ms: float
+    processor_ms: float
+
+
+class Small(pl.LightningModule):
+    """Tables of which a lookup costs next to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(ROWS, DIM, mode="sum") for _ in range(TABLES))
+        self.top = nn.Linear(TABLES * DIM, 1)
+
+    def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
+        """Return the loss of ids, (examples, tables, 2)."""
+        bags = [embedding(ids[:, number]) for number, embedding in enumerate(self.tables)]
+        return self.top(torch.cat(bags, 1)).pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        """Return SGD."""
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Clock(pl.Callback):
+    """Measures the steps after the first ones."""
+
+    def __init__(self) -> None:
+        self.began, self.inherited_sockets = time.perf_counter(), count_sockets()
+        self.start_seconds = 0.0
+        self.times: tuple[float, float] = (0.0, 0.0)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note the time of the set-up."""
+        self.start_seconds = time.perf_counter() - self.began
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, index: int) -> None:
+        """Begin after the first steps."""
+        if index == WARM_UP_STEPS:
+            self.times = time.perf_counter(), time.process_time()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Measure while all groups are open."""
+        wall, processor = (
+            now - time_before
+            for now, time_before in zip((time.perf_counter(), time.process_time()), self.times, strict=True)
+        )
+        num_steps = trainer.global_step - WARM_UP_STEPS
+        pss = next(line for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if line.startswith("Pss:"))
+        self.measured = Measured(
+            count_sockets() - self.inherited_sockets,
+            len(os.listdir("/proc/self/task")),
+            int(pss.split()[1]) / 1024,
+            self.start_seconds,
+            wall / num_steps * 1e3,
+            processor / num_steps * 1e3,
+        )
+
+
+def count_sockets() -> int:
+    """Return how many sockets this process has open."""
+    targets = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        path = f"/proc/self/fd/{descriptor}"
+        if os.path.islink(path):  # the one that lists the folder is gone
+            targets.append(os.readlink(path))
+    return sum(target.startswith("socket:") for target in targets)
+
+
+def train(strategy: str, num_steps: int) -> Measured:
+    """Return what a rank measures in a fit."""
+    torch.manual_seed(1)
+    clock = Clock()
+    options = {"callbacks": [clock], "max_steps": WARM_UP_STEPS + num_steps}
+    make = make_ddp_trainer if strategy == DDP else make_trainer
+    trainer = make(**options) if strategy == DDP else make({"convert_embeddings": "all"}, **options)
+    ids = torch.randint(0, ROWS, ((WARM_UP_STEPS + num_steps) * EXAMPLES, TABLES, 2))
+    trainer.fit(Small(), DataLoader(ids, batch_size=EXAMPLES))
+    return clock.measured
+
+
+def main() -> None:
+    """Measure, print, and write the section where asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ranks", nargs="*", type=int, default=[2, 4, 8, 16, 32], help="numbers of ranks")
+    parser.add_argument("--steps", type=int, default=40, help="measured steps")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/scale.md")
+    options = parser.parse_args()
+    rows = []
+    for num_ranks in options.ranks:
+        for strategy in (OURS, DDP):
+            measured = run_on_ranks(train, num_ranks, strategy, options.steps, timeout_seconds=600)
+            sockets, threads, *others = (max(values) for values in zip(*map(astuple, measured), strict=True))
+            numbers = [f"{number:.{digits}f}" for number, digits in zip(others, (0, 1, 1, 1), strict=True)]
+            rows.append([str(num_ranks), strategy, str(sockets), str(threads), *numbers])
+            print(" | ".join(rows[-1]), flush=True)
+    text = table(HEADINGS, rows)
+    print(text)
+    if options.write:
+        for page in PAGES:
+            head, _, section = page.read_text().partition(BEGIN)
+            page.write_text(f"{head}{BEGIN}\n{text}\n{END}{section.partition(END)[2]}")
+
+
+if __name__ == "__main__":
+    main()
