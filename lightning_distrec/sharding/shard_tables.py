@@ -378,9 +378,9 @@ def _begin(mapping: AnyMapping, table: Table) -> None:
     rows = slice(mapping.first_row, mapping.first_row + mapping.num_rows)
     if len(identities):
         mapping.ids.copy_(identities[rows])
-        mapping.ids_were_set()
         if used is not None:
             mapping.used.copy_(used[rows])
+        mapping.rows_were_set()
         # Else every rank would hold the mapping of all rows, beside its own part.
         set_hash_zch_state(module, identities.new_empty(0, 1), None if used is None else used.new_empty(0, 1))
 

@@ -13,10 +13,12 @@ from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 
 from lightning_distrec.cluster.consensus import Consensus
+from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from tests.benchmarks.performance_contenders import ByHandPrefetched, Turn
 from tests.benchmarks.performance_model import Batches
 from tests.support.click_model import FEATURES, ClickModel, SequenceModel, bag_configs, make_batch, seeded
 from tests.support.emulated_streams import emulated_streams
+from tests.support.mapped_models import ManagedModel, loader
 from tests.support.ranks import rank_and_num_ranks
 from tests.support.trainers import make_trainer
 
@@ -120,11 +122,14 @@ def batch_of(kind: type, number: int) -> dict[str, Any]:
 class Marks(pl.Callback):
     """Notes among the waits of the host where steps begin, and where their forward is queued."""
 
-    def __init__(self) -> None:
+    def __init__(self, last_layer: nn.Module) -> None:
         self.waits: list[Any] = []
+        self._last_layer = last_layer
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        module.mlp.register_forward_hook(lambda *_: self.waits.append(FORWARD) if torch.is_grad_enabled() else None)
+        self._last_layer.register_forward_hook(
+            lambda *_: self.waits.append(FORWARD) if torch.is_grad_enabled() else None
+        )
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         self.waits.append(STEP)
@@ -142,17 +147,32 @@ def emulate_fit(
     As under NCCL, ids that are sent ahead have no group of their own. Three batches are in flight.
     """
     model = seeded(kind, optimizer, {"lr": 0.1}, pooling="mean")
-    strategy: dict[str, Any] = {"sharding_types": [wide], "prefetch": {"depth": 3}, "convert_embeddings": "all"}
-    strategy["embedding_update"] = update
+    strategy: dict[str, Any] = {"sharding_types": [wide], "convert_embeddings": "all", "embedding_update": update}
     if kind is Deaf:
         strategy["tables"] = {"ebc.narrow": {"sharding_types": [narrow]}}
-    marks = Marks()
-    trainer = make_trainer(strategy, callbacks=[marks], gradient_clip_val=clip)
-    batches = [batch_of(kind, number) for number in range(STEPS)]
+    return _emulate(model, model.mlp, strategy, [batch_of(kind, number) for number in range(STEPS)], clip)
+
+
+def emulate_mapped_fit(kind: type[ManagedModel], options: dict[str, Any], tables: dict[str, Any]) -> Any:
+    """The same of a model whose ids have no fixed range; with them the number of rows that were taken from ids."""
+    model = seeded(kind, **options)
+    strategy = {"convert_embeddings": "all", "tables": tables}
+    rank, num_ranks = rank_and_num_ranks()
+    result = _emulate(model, model.over, strategy, loader(0, STEPS, rank, num_ranks, num_ranks).dataset)
+    mapped = sharded_tables_of(model)
+    assert mapped is not None
+    return *result, sum(mapping.counts.evicted for mapping in mapped.mappings.values())
+
+
+def _emulate(
+    model: Any, last_layer: nn.Module, options: dict[str, Any], batches: Any, clip: float | None = None
+) -> tuple[list[str], list[Any], str]:
+    marks = Marks(last_layer)
+    trainer = make_trainer({"prefetch": {"depth": 3}, **options}, callbacks=[marks], gradient_clip_val=clip)
     with emulated_streams() as streams, patch.object(Consensus, "ids_group", lambda self: None):
         marks.waits = streams.reports.waits
         trainer.fit(model, DataLoader(batches, batch_size=None))
-    ahead = str(trainer.strategy.lookups_ahead.get("training 0"))
+    ahead = str(trainer.strategy.lookups_ahead.get("training 0"))  # type: ignore[attr-defined]
     return sorted(set(streams.reports.hazards)), streams.reports.waits, ahead
 
 

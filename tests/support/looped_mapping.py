@@ -8,14 +8,18 @@ from torch import Tensor
 from lightning_distrec.sharding.mapping import id_mapping
 from lightning_distrec.sharding.mapping.id_mapping import FREE, IdMapping
 
-BLOCK, ROUNDS = 16, 8
+ROUNDS = 8
 
 
 class LoopedMapping(IdMapping):
     """Learns by loops; the kernel says which row an id probes first."""
 
-    def learn(self, ids: Tensor) -> Tensor:
-        spec = self.spec
+    def note_lookup(self, ids: Tensor) -> Tensor:
+        self.looked_up = ids
+        return ids[:0]
+
+    def learn(self, numbers: Any) -> Tensor:
+        spec, ids = self.spec, self.looked_up
         self.num_lookups += 1
         hour = id_mapping.current_hour()
         stamp = hour + spec.ttl_hours if spec.counts_hours else self.num_lookups
@@ -34,21 +38,15 @@ class LoopedMapping(IdMapping):
             else:
                 new.append(i)
         waiting = self._enough(new, probed, sights, state)
-        for begin in range(0, spec.max_probe, BLOCK):
-            while selected := _one_each(
-                waiting, lambda i, b=begin: _first_free(probed[i][b : b + BLOCK], state["ids"])
-            ):
-                self._take(state, selected, stamps, sights, waiting)
         evicted: list[int] = []
-        for _ in range(ROUNDS if spec.policy != "none" else 0):
-            selected = _one_each(waiting, lambda i: self._worst(probed[i], state, initial))
+        for _ in range(ROUNDS):
+            selected = _one_each(waiting, lambda i: self._choice(probed[i], state, initial))
+            evicted += [row for row in selected if state["ids"][row] != FREE]
             self._take(state, selected, stamps, sights, waiting)
-            evicted += selected
         for name, tensor in self._all():
             tensor.view(-1).copy_(torch.tensor(state[name]))
-        self.counts.looked_up += len(distinct)
-        self.counts.evicted += len(evicted)
-        self.counts.shared += sum(i not in state["ids"] for i in new)
+        num_shared = sum(i not in state["ids"] for i in new)
+        self._counts += torch.tensor([len(distinct), num_shared, len(evicted)])
         return torch.tensor(evicted, dtype=torch.int64)
 
     def _all(self) -> list[tuple[str, Tensor]]:
@@ -74,7 +72,10 @@ class LoopedMapping(IdMapping):
             counts[probed[i][0]], sights[i] = 0, seen[i]
         return admitted
 
-    def _worst(self, rows: list[int], state: Any, initial: int) -> int | None:
+    def _choice(self, rows: list[int], state: Any, initial: int) -> int | None:
+        free = next((row for row in rows if state["ids"][row] == FREE), None)
+        if free is not None or self.spec.policy == "none":
+            return free
         old = [row for row in rows if state["used"][row] < initial]
         state_key = {"lfu": "sights", "lru": "used", "ttl_lru": "used"}.get(self.spec.policy)
         return min(old, key=lambda row: state[state_key][row] if state_key else 0, default=None)
@@ -91,10 +92,6 @@ class LoopedMapping(IdMapping):
         state["used"][row] = stamp
         if "sights" in state:
             state["sights"][row] = sights + (0 if first_use else state["sights"][row])
-
-
-def _first_free(rows: list[int], ids: list[int]) -> int | None:
-    return next((row for row in rows if ids[row] == FREE), None)
 
 
 def _one_each(waiting: list[int], expected: Any) -> dict[int, int]:

@@ -22,6 +22,8 @@ from torchrec.modules.mc_modules import (
     MCHManagedCollisionModule,
 )
 
+from lightning_distrec.sharding.mapping.spec import RowsOfIds
+
 FEATURES = ["user", "item", "shop"]
 BUCKETS = 6
 ROWS = {"users": 24, "goods": 36}
@@ -88,6 +90,12 @@ class ManagedSequences(ManagedModel):
     """The same over an EmbeddingCollection."""
 
     pooled = False
+
+
+def learn(mapping: RowsOfIds, ids: Tensor) -> Tensor:
+    """Let a mapping learn the ids of a lookup. Return the rows that an id was evicted from."""
+    evicted = mapping.learn(mapping.note_lookup(ids).tolist())
+    return evicted[evicted >= 0]
 
 
 def make_batch(seed: int, size: int = 4, kinds: int = 60) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from lightning_distrec._compat.torch import in_backward, saved_tensors_are_hooke
 from lightning_distrec._compat.torchrec import route_by_bucket, row_wise_sharding
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.sharding.lookup.jagged import with_ids
+from lightning_distrec.sharding.mapping.id_mapping import flagged
 from lightning_distrec.sharding.mapping.spec import RowsOfIds
 from lightning_distrec.sharding.row_gradients import LocalShard
 from lightning_distrec.sharding.weights.shard_access import without_guards
@@ -31,12 +32,20 @@ class RowReset:
 
     @without_guards
     def __call__(self, rows: Tensor, ids: Tensor) -> None:
-        """Reset `rows`, which now belong to `ids`; (num_rows,) each."""
+        """Reset `rows`, (num_rows,), -1 for none. ids: those that all rows of the shard have now."""
+        # Where it is none, another of the rows is reset once more to the same; without any, row 0 keeps what it has.
+        is_row = rows >= 0
+        is_any = is_row.any()
+        rows = torch.where(is_row, rows, rows[is_row.byte().argmax(0, keepdim=True)]).clamp(min=0)
+
+        def write(values: Tensor, initial: Tensor | float) -> None:
+            values[rows] = torch.where(is_any, initial, values[rows])
+
         # By .data: lookups of this step may have saved the weight for their backward, and use none of these rows.
         weight = self._shard.weight.data
-        weight[rows] = self._initial_rows[ids % len(self._initial_rows)].to(weight.dtype)
+        write(weight, self._initial_rows[ids[rows] % len(self._initial_rows)].to(weight.dtype))
         for state, value in self._states():
-            state.data[rows] = value
+            write(state.data, value)
         for note in self._shard.on_reset:
             note(rows)
 
@@ -96,29 +105,35 @@ class MappedIds:
                 "checkpoint, which looks up again in backward, where an id may have another row. Look it up outside."
             )
         features = arrived[self._place]
-        counts = features.length_per_key()
-        parts, feature, first = [], 0, 0
+        ids_per_feature = features.values().long().split(features.length_per_key())
+        parts, feature = {}, 0
         for name, num_features in self._tables:
-            end = first + sum(counts[feature : feature + num_features])
-            ids = features.values()[first:end].long()
-            if name in self._mappings:
-                parts.append(self._rows_of(name, ids))
-            else:
-                # Ids arrive as they are: it is torchrec's own input dist that subtracts the first row.
-                parts.append(ids - self._first_rows[name])
-            feature, first = feature + num_features, end
-        arrived[self._place] = with_ids(features, torch.cat(parts))
+            parts[name] = torch.cat(ids_per_feature[feature : feature + num_features])
+            feature += num_features
+        self._learn({name: ids for name, ids in parts.items() if name in self._mappings and self._learns(name)})
+        # Ids of other tables arrive as they are: it is torchrec's own input dist that subtracts the first row.
+        rows = [
+            self._mappings[name].find(ids) if name in self._mappings else ids - self._first_rows[name]
+            for name, ids in parts.items()
+        ]
+        arrived[self._place] = with_ids(features, torch.cat(rows))
 
     def optimizer_stepped(self) -> None:
         """Rows that were looked up so far may be evicted from now on."""
         for mapping in self._mappings.values():
             mapping.optimizer_stepped()
 
-    def _rows_of(self, name: str, ids: Tensor) -> Tensor:
-        mapping = self._mappings[name]
-        if self._learns(name):
-            evicted = mapping.learn(ids)
+    def _learn(self, ids_by_table: Mapping[str, Tensor]) -> None:
+        """Let new ids have rows, which begin anew where they were another's."""
+        noted = {name: self._mappings[name].note_lookup(ids) for name, ids in ids_by_table.items()}
+        # In one piece: for each copy the host waits until the device has done what it was given before.
+        counts = [len(numbers) for numbers in noted.values()]
+        numbers = torch.cat(list(noted.values())).tolist() if sum(counts) else []
+        end = 0
+        for name, count in zip(noted, counts, strict=True):
+            mapping, first, end = self._mappings[name], end, end + count
+            evicted = mapping.learn(numbers[first:end])
+            evicted = evicted[flagged(evicted >= 0)]
             # Before the kernel reads them: an id must not start with another's row and optimizer state.
             if evicted.numel():
-                self._resets[name](evicted, mapping.ids.view(-1)[evicted])
-        return mapping.find(ids)
+                self._resets[name](evicted, mapping.ids.view(-1))

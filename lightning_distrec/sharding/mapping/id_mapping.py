@@ -4,20 +4,23 @@ FBGEMM's own kernel for training has no CPU version, and on a GPU the row of an 
 Here the outcome depends on the ids alone: those of a step are taken in ascending order, and each bucket by itself.
 Whatever this writes, `fbgemm::zero_collision_hash` reads, so that TorchRec's modules can serve it.
 
-Not run on a GPU yet: there, the host waits wherever a number of ids decides a shape (docs/how_to/dynamic_ids.md).
+Not run on a GPU yet: there, the host waits for one number in a lookup, and flags say which places of tensors count. On
+a CPU, where nothing waits, only these places are kept.
 """
 
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from lightning_distrec.sharding.mapping.spec import MappingSpec, RowsOfIds
+from lightning_distrec import gpu
+from lightning_distrec.sharding.mapping.spec import MappingSpec, RowsOfIds, first_flags
 
 FREE = -1
 _63_BITS = 2**63 - 1
 _PROBED_AT_ONCE = 16
-_EVICTION_ROUNDS = 8
+_ROUNDS = 8
 """How often ids that want the same row may choose again in a step; then they share one until a later step."""
 
 
@@ -25,19 +28,19 @@ class IdMapping(RowsOfIds):
     """The buckets of one rank."""
 
     def __init__(self, spec: MappingSpec, first_bucket: int, num_buckets: int, device: torch.device) -> None:
-        super().__init__(spec, first_bucket, num_buckets)
+        super().__init__(spec, first_bucket, num_buckets, device)
         self.protected_from = 1
         """Rows that were used since this lookup wait for the optimizer, and are not evicted."""
         self.ids = torch.full((self.num_rows, 1), FREE, dtype=torch.int64, device=device)
         """The id that has each row."""
         self.used = torch.full((self.num_rows, 1), -1, dtype=torch.int32, device=device)
-        """The lookup that used each row last; where rows expire by the clock, the hour when they do."""
+        """The lookup that used each row last; where rows expire by the clock, the hour when they do. -1: it is free."""
         self.sights = self.used.new_zeros(self.used.shape if spec.policy == "lfu" else (0, 1))
         """How often the id of each row was looked up."""
         self.newcomers = self.used.new_zeros(self.used.shape if spec.min_sights > 1 else (0, 1))
         """How often ids without a row were looked up, by the row that they would probe first."""
-        self._num_free: Tensor | None = None
-        """Rows of each bucket that an id can have and none has; None: not counted since others wrote to `ids`."""
+        self._noted: tuple[Tensor, ...] = ()
+        """Of the lookup: ids, ascending; which is the first of equal ones; their rows; which has none so far."""
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -64,75 +67,79 @@ class IdMapping(RowsOfIds):
         """The rows that were used so far may be evicted from now on."""
         self.protected_from = self.num_lookups + 1
 
-    def ids_were_set(self) -> None:
-        """Others than `learn` have written to `ids`."""
-        self._num_free = None
+    def rows_were_set(self) -> None:
+        """Others have written to `tensors`."""
+        self.used.copy_(torch.where(self.ids == FREE, -1, self.used.clamp(min=0)))
 
     def find(self, ids: Tensor) -> Tensor:
         """Return the rows of `ids`, (num_ids,) each, counted from this rank's first one."""
         return self._probe(ids, self.spec.max_probe, may_share=True)
 
     @torch.no_grad()
-    def learn(self, ids: Tensor) -> Tensor:
-        """Let new ids have rows, and note the use of the others. Return the rows that an id was evicted from."""
-        spec = self.spec
+    def note_lookup(self, ids: Tensor) -> Tensor:
+        """Note the ids of a lookup in training. Return the number of those that are not found soon, (1,)."""
         self.num_lookups += 1
-        hour = current_hour()
-        stamp = hour + spec.ttl_hours if spec.counts_hours else self.num_lookups
         # Ascending, each once: the outcome does not depend on the order of examples, nor on their ranks.
-        ids, num_sights = torch.unique(ids, return_counts=True)
-        num_sights = num_sights.int()
-        rows, new, windows = self._look_for(ids)
-        self.counts.looked_up += ids.numel()
-        if not new.numel():
-            self._note_use(rows, stamp, num_sights)
-            return new
-        present = (rows >= 0).nonzero().squeeze(1)
-        self._note_use(rows[present], stamp, num_sights[present])
-        ids, num_sights = ids[new], num_sights[new]
-        if spec.min_sights > 1:
-            num_sights, admitted = self._admitted(windows[:, 0], num_sights)
-            ids, windows, num_sights = (values[admitted] for values in (ids, windows, num_sights))
-        rows, evicted = self._take_rows(ids, windows, stamp, hour)
-        has_row = (rows >= 0).nonzero().squeeze(1)
-        rows = rows[has_row]
-        self.ids.view(-1).index_copy_(0, rows, ids[has_row])
-        self._note_use(rows, stamp, num_sights[has_row], first_use=True)
-        self.counts.evicted += evicted.numel()
-        self.counts.shared += new.numel() - rows.numel()
-        return evicted
-
-    def _look_for(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the rows of ids, -1 for none; the places of these; the rows that they probe, (num_new, num_probes)."""
-        # What the kernel does not find soon is compared with all that it would probe, which takes less time.
+        ids = ids.sort().values
+        is_first = first_flags(ids)
         rows = self._probe(ids, _PROBED_AT_ONCE, may_share=False)
-        far = (rows < 0).nonzero().squeeze(1)
-        if not far.numel():  # as in most steps, once a table knows its ids; each number below is waited for
-            return rows, far, far.new_empty(0, 1)
-        windows = self._windows(self._probe(ids[far], 1, may_share=True, among_own=True))
-        places, probe = (_read(self.ids, windows) == ids[far].unsqueeze(1)).nonzero().unbind(1)
-        rows[far[places]] = windows[places, probe].long()
-        is_new = torch.ones_like(far, dtype=torch.bool).index_fill_(0, places, False).nonzero().squeeze(1)
-        return rows, far[is_new], windows.index_select(0, is_new)
+        is_far = is_first & (rows < 0)
+        self._noted = ids, is_first, rows, is_far
+        return is_far.sum().view(1)
+
+    @torch.no_grad()
+    def learn(self, numbers: Sequence[int]) -> Tensor:
+        """Let new ids have rows, and note the use of the others. Return rows that an id was evicted from, and -1s."""
+        (num_far,), (ids, is_first, rows, is_far), self._noted = numbers, self._noted, ()
+        spec, hour = self.spec, current_hour()
+        stamp = hour + spec.ttl_hours if spec.counts_hours else self.num_lookups
+        limit = hour if spec.counts_hours else 0 if spec.policy == "none" else self.protected_from
+        num_sights = _run_lengths(is_first) if self.sights.numel() or self.newcomers.numel() else is_first.int()
+        num_ids, none = is_first.sum(), ids.new_zeros(())
+        if not num_far:  # as in most steps, once a table knows its ids
+            self.used.view(-1).index_fill_(0, rows, stamp)
+            self._note_sights(rows, is_first, num_sights)
+            self._count(num_ids, none, none)
+            return rows[:0]
+        # What the kernel does not find soon is compared with all that it would probe, which takes less time.
+        places = is_far.nonzero_static(size=num_far).squeeze(1)
+        ids, num_sights_far = ids[places], num_sights[places]
+        windows = self._windows(self._probe(ids, 1, may_share=True, among_own=True))
+        is_known, probe_places = (_read(self.ids, windows) == ids.unsqueeze(1)).byte().max(1, keepdim=True)
+        is_new = is_known.squeeze(1) == 0
+        rows.index_copy_(0, places, windows.gather(1, probe_places).squeeze(1).long().masked_fill(is_new, -1))
+        is_present = is_first & (rows >= 0)
+        _set(self.used, rows, stamp, is_present)
+        self._note_sights(rows, is_present, num_sights)
+        num_new, kept = is_new.sum(), flagged(is_new)
+        ids, windows, waiting, num_sights = (values[kept] for values in (ids, windows, is_new, num_sights_far))
+        if self.newcomers.numel():
+            num_sights, waiting = self._admitted(windows[:, 0], num_sights, waiting)
+        rows, evicted = self._take_rows(windows, waiting, stamp, limit)
+        has_row = rows >= 0
+        _set(self.ids, rows, ids, has_row)
+        if self.sights.numel():
+            _set(self.sights, rows, num_sights, has_row)
+        self._count(num_ids, num_new - has_row.sum(), (evicted >= 0).sum())
+        return evicted[:0] if spec.policy == "none" else evicted
 
     def _probe(self, ids: Tensor, max_probe: int, may_share: bool, among_own: bool = False) -> Tensor:
         return probe(self.spec, ids, self.ids, self._bucket_of(ids), max_probe, may_share, among_own)
 
-    def _note_use(self, rows: Tensor, stamp: int, num_sights: Tensor, first_use: bool = False) -> None:
-        self.used.view(-1).index_fill_(0, rows, stamp)
+    def _note_sights(self, rows: Tensor, flags: Tensor, num_sights: Tensor) -> None:
         if self.sights.numel():
-            sights = self.sights.view(-1)
-            sights.index_copy_(0, rows, num_sights) if first_use else sights.index_add_(0, rows, num_sights)
+            self.sights.view(-1).index_add_(0, rows.clamp(min=0), num_sights * flags)
 
-    def _admitted(self, first: Tensor, num_sights: Tensor) -> tuple[Tensor, Tensor]:
-        """Return how often ids were seen, by the row that each probes `first`, and which, by place, often enough."""
+    def _admitted(self, first: Tensor, num_sights: Tensor, waiting: Tensor) -> tuple[Tensor, Tensor]:
+        """Return how often ids were seen, by the row that each probes `first`, and which wait, often enough seen."""
         # By rows, since there is no bound to ids: those that share a row may be admitted earlier.
-        counts = self.newcomers.view(-1)
-        counts.index_add_(0, first, num_sights)
+        counts, first = self.newcomers.view(-1), first.long()
+        counts.index_add_(0, first, num_sights * waiting)
         sights = counts[first]
-        enough = sights >= self.spec.min_sights
-        counts[first] = sights.masked_fill(enough, 0)
-        return sights, enough.nonzero().squeeze(1)
+        waiting = waiting & (sights >= self.spec.min_sights)
+        # Those that are admitted begin at 0; for others this is more than any number.
+        counts.scatter_reduce_(0, first, (~waiting).int() * torch.iinfo(torch.int32).max, "amin")
+        return sights, waiting
 
     def _windows(self, first: Tensor) -> Tensor:
         """Return the rows that ids probe, in order, (num_ids, num_probes). first: the row that each probes first."""
@@ -144,67 +151,38 @@ class IdMapping(RowsOfIds):
         rows = in_order.unfold(0, num_probes, 1).index_select(0, first % spec.bucket_rows)
         return rows.add_((first // spec.bucket_rows * spec.bucket_rows).to(kind).unsqueeze(1))
 
-    def _take_rows(self, ids: Tensor, windows: Tensor, stamp: int, hour: int) -> tuple[Tensor, Tensor]:
-        """Return the row of each id, in ascending order, -1 for none, and those that were taken from another id."""
-        rows = self._take_free_rows(ids, windows)
-        self.used.view(-1).index_fill_(0, rows[rows >= 0], stamp)  # so that none of them is evicted at once
-        waiting = (rows < 0).nonzero().squeeze(1)
-        if self.spec.policy == "none" or not waiting.numel():
-            return rows, rows.new_empty(0)
-        limit = hour if self.spec.counts_hours else self.protected_from
-        evicted = self._evict(windows.index_select(0, waiting), stamp, limit)
-        rows[waiting] = evicted
-        return rows, evicted[evicted >= 0]
+    def _take_rows(self, windows: Tensor, waiting: Tensor, stamp: int, limit: int) -> tuple[Tensor, Tensor]:
+        """Return a row for each id that waits, and that row where it was another id's; -1 for none.
 
-    def _take_free_rows(self, ids: Tensor, windows: Tensor) -> Tensor:
-        """Return the first free row that each id probes, -1 for none. It has the id from now on."""
-        spec = self.spec
-        if self._num_free is None:
-            self._num_free = (self.ids.view(-1, spec.bucket_rows)[:, : spec.own_rows] == FREE).sum(1)
-        free = torch.full_like(ids, -1)
-        buckets = windows[:, 0] // spec.bucket_rows
-        # Full buckets are not searched.
-        waiting = (self._num_free[buckets] > 0).nonzero().squeeze(1)
-        # Most ids find a free row among the first few; the window of max_probe rows would be read for no use.
-        for block in windows.split(_PROBED_AT_ONCE, 1) if waiting.numel() else ():
-            trying = waiting
-            while trying.numel():
-                window = block.index_select(0, trying)
-                is_free = _read(self.ids, window) == FREE
-                rows = window.gather(1, is_free.byte().argmax(1, keepdim=True)).squeeze(1).long()
-                finds = is_free.any(1).nonzero().squeeze(1)
-                trying, rows = trying[finds], rows[finds]
-                first, losers = _first_of_each(rows, self.num_rows)
-                # Written at once. Ids that wanted the same row see it taken, and try the next one.
-                self.ids.view(-1).index_copy_(0, rows[first], ids[trying[first]])
-                free[trying[first]] = rows[first]
-                trying = trying[losers]
-            waiting = waiting[free[waiting] < 0]
-        self._num_free.index_add_(0, buckets, -(free >= 0).long())
-        return free
-
-    def _evict(self, windows: Tensor, stamp: int, limit: int) -> Tensor:
-        """Return a row of each window that was not used since `limit`, -1 for none; it counts as used from now on."""
-        evicted = torch.full((len(windows),), -1, device=windows.device)
-        waiting = torch.arange(len(windows), device=windows.device)
-        for _ in range(_EVICTION_ROUNDS):
-            used = _read(self.used, windows)
-            # A lookup's number, or an hour: the smallest was used, or expires, first.
-            key = used
-            if self.spec.policy not in ("lru", "ttl_lru"):
-                key = _read(self.sights, windows) if self.spec.policy == "lfu" else torch.zeros_like(used)
-                key = key.masked_fill(used >= limit, torch.iinfo(key.dtype).max)
-            best = key.argmin(1, keepdim=True)  # the first of equal ones
-            rows = windows.gather(1, best).squeeze(1).long()
-            # num_rows is above all rows: it marks that none may be evicted.
-            rows.masked_fill_(used.gather(1, best).squeeze(1) >= limit, self.num_rows)
-            first, losers = _first_of_each(rows, self.num_rows)
-            self.used.view(-1).index_fill_(0, rows[first], stamp)
-            evicted[waiting[first]] = rows[first]
-            if not losers.numel() or not first.numel():
+        windows: the rows that the ids probe; ids are in ascending order. It is the first free row, else one that was
+        not used since `limit`, by the policy. Rows that are taken count as used from now on.
+        """
+        rows = torch.full((len(windows),), -1, dtype=torch.int64, device=windows.device)
+        evicted, places = rows.clone(), torch.arange(len(rows), device=rows.device)
+        for _ in range(min(_ROUNDS, len(rows))):
+            if not len(places):
                 break
-            waiting, windows = waiting[losers], windows.index_select(0, losers)
-        return evicted
+            used = _read(self.used, windows)
+            # A lookup's number, or an hour: the smallest was used, or expires, first. Those of free rows are below all.
+            best = used.argmin(1, keepdim=True)  # the first of equal ones
+            if self.spec.policy in ("lfu", "ttl"):
+                full = flagged(used.gather(1, best).squeeze(1) >= 0)
+                last_uses = used[full]
+                # Free rows have no sights.
+                key = _read(self.sights, windows[full]) if self.spec.policy == "lfu" else last_uses.clamp(max=0)
+                best[full] = key.masked_fill(last_uses >= limit, torch.iinfo(key.dtype).max).argmin(1, keepdim=True)
+            chosen, last_use = windows.gather(1, best).squeeze(1).long(), used.gather(1, best).squeeze(1)
+            has_choice = waiting & (last_use < limit)
+            # num_rows is above all rows. Of ids that want the same row, the first has it.
+            in_order, order = torch.sort(chosen.masked_fill(~has_choice, self.num_rows), stable=True)
+            wins = has_choice & torch.empty_like(has_choice).index_copy_(0, order, first_flags(in_order))
+            _set(self.used, chosen, stamp, wins)
+            rows[places] = torch.where(wins, chosen, rows[places])
+            evicted[places] = torch.where(wins & (last_use >= 0), chosen, evicted[places])
+            waiting = has_choice & ~wins
+            kept = flagged(waiting)
+            places, windows, waiting = places[kept], windows[kept], waiting[kept]
+        return rows, evicted
 
 
 def probe(
@@ -239,14 +217,22 @@ def probe(
     return rows  # type: ignore[no-any-return]
 
 
-def _first_of_each(rows: Tensor, none: int) -> tuple[Tensor, Tensor]:
-    """Return the places of the first of equal numbers below `none`, and those of the others, in ascending order."""
-    in_order, order = torch.sort(rows, stable=True)
-    is_first = in_order < none
-    is_first[1:] &= in_order[1:] != in_order[:-1]
-    first = order[is_first]
-    losers = torch.ones_like(is_first).index_fill_(0, first, False)
-    return first, losers.nonzero().squeeze(1)
+def flagged(flags: Tensor) -> Tensor | slice:
+    """Return the index of flagged places; of all places on a GPU, where the host would wait for their number."""
+    return slice(None) if gpu.is_on_gpu(flags) else flags.nonzero().squeeze(1)
+
+
+def _run_lengths(is_first: Tensor) -> Tensor:
+    """Return how often the value of each place occurs. is_first: where equal ones begin, (num,)."""
+    run = is_first.cumsum(0) - 1
+    return torch.zeros_like(run, dtype=torch.int32).index_add_(0, run, torch.ones_like(run, dtype=torch.int32))[run]
+
+
+def _set(values: Tensor, rows: Tensor, new: Tensor | int, flags: Tensor) -> None:
+    """Write integers to flagged rows, which must differ; other rows may be any."""
+    values, rows = values.view(-1), rows.clamp(min=0)
+    # By adding, since nothing is added where there is no flag, whatever is written to that row at the same time.
+    values.index_add_(0, rows, (new - _read(values, rows)).mul_(flags))
 
 
 def _read(values: Tensor, rows: Tensor) -> Tensor:

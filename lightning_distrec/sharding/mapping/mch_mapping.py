@@ -3,11 +3,11 @@
 Each bucket is a module of its own, so that the outcome does not depend on the number of ranks. Torchrec's code decides
 which ids have rows, once in an eviction interval. Between these times ids are noted only, and their rows are found.
 
-Not run on a GPU yet: there, numbers of ids are waited for.
+Not run on a GPU yet: there, an update waits for the numbers of ids of the buckets, and torchrec's code does for each.
 """
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from lightning_distrec._compat.torchrec_collisions import (
 )
 from lightning_distrec.chunks import Chunk, ChunkedTensor
 from lightning_distrec.errors import IdsError
-from lightning_distrec.sharding.mapping.spec import ANY_ID, MchSpec, RowsOfIds
+from lightning_distrec.sharding.mapping.spec import ANY_ID, MchSpec, RowsOfIds, first_flags
 
 _SEGMENTS = 1025
 """Length of torchrec's tensor of the ends of buckets."""
@@ -35,7 +35,7 @@ class MchMapping(RowsOfIds):
     """The buckets of one rank; ids without a row share the last one of their bucket. module: torchrec's."""
 
     def __init__(self, spec: MchSpec, first_bucket: int, num_buckets: int, device: torch.device, module: Any) -> None:
-        super().__init__(spec, first_bucket, num_buckets)
+        super().__init__(spec, first_bucket, num_buckets, device)
         settings = mch_settings(module)
         self._module, self._interval, self._policy = module, settings["interval"], settings["policy"]
         self._draws, self._hash = settings["filters"], settings["hash_function"]
@@ -44,8 +44,14 @@ class MchMapping(RowsOfIds):
         names = [name for name in mch_state(module) if name not in (MCH_IDS, MCH_ROWS)]
         self._metadata = {name: torch.zeros(self.num_rows, dtype=torch.int64, device=device) for name in names}
         """What the policy keeps for each row, by its name in the state_dict."""
-        self._history: list[tuple[int, Tensor, Tensor]] = []
-        """Of each lookup since the last update: its number, the distinct ids, and how often each occurs."""
+        size = spec.bucket_rows
+        # One for all buckets, which lends its code: its constructor copies numbers to the device, each a wait.
+        self._bucket = module.rebuild_with_output_id_range((0, size), [0, size], device)
+        self._free(self._bucket)
+        self._history: list[tuple[int, Tensor]] = []
+        """Of each lookup since the last update: its number, and the ids, ascending."""
+        self._noted: tuple[Tensor, ...] = ()
+        """Of an update: the ids of the history by buckets, their places there, and where each bucket ends."""
         # Due: an eviction interval has ended. Wait: rows were looked up, and no optimizer has stepped since.
         self._is_due, self._rows_wait = False, False
         self._index()
@@ -53,7 +59,7 @@ class MchMapping(RowsOfIds):
     @property
     def num_taken(self) -> int:
         """How many rows an id has."""
-        return len(self._sorted_ids)
+        return int((self.ids != ANY_ID).sum())
 
     @property
     def changes_ids(self) -> bool:
@@ -66,7 +72,7 @@ class MchMapping(RowsOfIds):
             return ids
         size = self.spec.num_ids or ANY_ID
         hashed: Tensor = self._hash(ids, size)
-        if hashed.shape != ids.shape or (hashed.numel() and not 0 <= int(hashed.min()) <= int(hashed.max()) < size):
+        if hashed.shape != ids.shape or bool(((hashed < 0) | (hashed >= size)).any()):
             raise IdsError(
                 f"input_hash_func has returned {len(hashed)} numbers for {len(ids)} ids, or some that are not in the "
                 f"range from 0 to input_hash_size - 1 = {size - 1}. Return one in that range for each id."
@@ -85,21 +91,32 @@ class MchMapping(RowsOfIds):
         return torch.where(has_own, rows, shared)
 
     @torch.no_grad()
-    def learn(self, ids: Tensor) -> Tensor:
-        """Note the ids, and once in an interval let them have rows. Return the rows that an id was evicted from."""
+    def note_lookup(self, ids: Tensor) -> Tensor:
+        """Note the ids of a lookup in training. Return where the buckets of an update end, or nothing."""
         self.num_lookups += 1
-        distinct, times = torch.unique(ids, return_counts=True)
-        self._history.append((self.num_lookups, distinct, times))
+        self._history.append((self.num_lookups, ids.sort().values))
         self._is_due |= self.num_lookups % self._interval == 0
-        evicted = ids.new_empty(0)
         # A second lookup of a step would evict rows that the first one has looked up: it leaves that to a later one.
-        if self._is_due and not self._rows_wait:
-            evicted = self._update()
+        if not self._is_due or self._rows_wait:
+            return ids.new_empty(0)
+        ids = torch.cat([ids for _, ids in self._history])
+        buckets, order = torch.sort(self._bucket_of(ids), stable=True)
+        self._noted = ids, order
+        numbers = torch.arange(self.num_rows // self.spec.bucket_rows, device=ids.device)
+        return torch.searchsorted(buckets, numbers, right=True)
+
+    @torch.no_grad()
+    def learn(self, numbers: Sequence[int]) -> Tensor:
+        """Once in an interval, let ids have rows. Return rows that an id was evicted from, and -1s."""
+        ids = self._history[-1][1]
+        evicted = ids.new_empty(0)
+        if len(numbers):
+            evicted = self._update(numbers)
             self._is_due = False
         self._rows_wait = True
-        self.counts.looked_up += len(distinct)
-        self.counts.shared += len(distinct) - int(self._own_rows(distinct)[1].sum())
-        self.counts.evicted += len(evicted)
+        is_first = first_flags(ids)
+        num_shared = (is_first & ~self._own_rows(ids)[1]).sum()
+        self._count(is_first.sum(), num_shared, (evicted >= 0).sum())
         return evicted
 
     def state(self) -> dict[str, ChunkedTensor | Tensor]:
@@ -127,8 +144,8 @@ class MchMapping(RowsOfIds):
         num_lookups = state[MCH_LOOKUPS]
         self.num_lookups = int(num_lookups if isinstance(num_lookups, Tensor) else num_lookups.read())
         self._index()
-        buckets = self._bucket_of(self._sorted_ids)
-        if not torch.equal(buckets, self._rows_of_sorted // self.spec.bucket_rows):
+        ids, buckets = self.ids.view(-1), (self._rows() - self.first_row) // self.spec.bucket_rows
+        if not torch.equal(torch.where(ids == ANY_ID, buckets, self._bucket_of(ids)), buckets):
             return (
                 f"some ids have rows outside of the bucket that they have with buckets={self.spec.num_buckets} and "
                 f"input_hash_size={self.spec.num_ids or ANY_ID}. Use what it was trained with."
@@ -137,14 +154,14 @@ class MchMapping(RowsOfIds):
 
     def noted(self) -> dict[str, Any]:
         """Return the ids that were looked up since the last update, on this rank."""
-        numbers, ids, times = zip(*self._history, strict=True) if self._history else ((), (), ())
-        return {"lookups": list(numbers), "ids": list(ids), "times": list(times), "is_due": self._is_due}
+        numbers, ids = zip(*self._history, strict=True) if self._history else ((), ())
+        return {"lookups": list(numbers), "ids": list(ids), "is_due": self._is_due}
 
     def note(self, noted: Mapping[str, Any]) -> None:
         """Continue with what `noted` has returned."""
         device, self._is_due = self.ids.device, bool(noted["is_due"])
-        noted_lookups = zip(noted["lookups"], noted["ids"], noted["times"], strict=True)
-        self._history = [(int(number), ids.to(device), times.to(device)) for number, ids, times in noted_lookups]
+        noted_lookups = zip(noted["lookups"], noted["ids"], strict=True)
+        self._history = [(int(number), ids.to(device)) for number, ids in noted_lookups]
 
     def begin(self) -> str:
         """Take this rank's part of what the unsharded module has learned, and free it; return what is wrong, or ""."""
@@ -152,10 +169,12 @@ class MchMapping(RowsOfIds):
         if learned[MCH_IDS].is_meta or not len(learned[MCH_IDS]):
             return ""
         problem = self.load({**learned, MCH_LOOKUPS: self._module.state_dict()[MCH_LOOKUPS]})
-        # Every rank has the unsharded module's ids, of all rows.
-        empty = self.ids.new_empty(0)
-        set_mch_state(self._module, dict.fromkeys(learned, empty), torch.tensor([self.num_lookups]))
+        self._free(self._module)  # Every rank has the unsharded module's ids, of all rows.
         return problem
+
+    def _free(self, module: Any) -> None:
+        state = dict.fromkeys(mch_state(module), self.ids.new_empty(0))
+        set_mch_state(module, state, torch.tensor([self.num_lookups]))
 
     def _rows(self) -> Tensor:
         return torch.arange(self.first_row, self.first_row + self.num_rows, device=self.ids.device)
@@ -170,68 +189,53 @@ class MchMapping(RowsOfIds):
         return part.to(self.ids.device)
 
     def _index(self) -> None:
-        """Sort the ids that have a row, for lookups."""
-        ids = self.ids.view(-1)
-        rows = (ids != ANY_ID).nonzero().view(-1)
-        self._sorted_ids, order = torch.sort(ids[rows])
-        self._rows_of_sorted = rows[order]
+        """Sort the rows by id, for lookups; those that no id has are the last."""
+        self._sorted_ids, self._rows_of_sorted = torch.sort(self.ids.view(-1))
 
     def _own_rows(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows of ids, and which have one of their own; (num_ids,) each."""
-        if not self.num_taken:
-            return torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
-        places = torch.searchsorted(self._sorted_ids, ids).clamp_(max=self.num_taken - 1)
+        places = torch.searchsorted(self._sorted_ids, ids).clamp_(max=self.num_rows - 1)
         return self._rows_of_sorted[places], self._sorted_ids[places] == ids
 
-    def _update(self) -> Tensor:
-        """Let the module choose the ids of each bucket; return the rows that an id was evicted from."""
-        # Policies count how often an id occurs. Numbers are read together: on a GPU the host waits for each read.
-        counts = torch.stack([times.sum() for *_, times in self._history]).tolist()
-        pairs = zip(self._history, counts, strict=True)
-        ids = torch.cat([ids.repeat_interleave(times, output_size=count) for (_, ids, times), count in pairs])
+    def _update(self, ends: Sequence[int]) -> Tensor:
+        """Let the module choose the ids of each bucket; return rows that an id was evicted from, and -1s."""
+        (ids, order), self._noted = self._noted, ()
         kinds = self._policy.metadata_info
         recorded = {kind.metadata_name: torch.zeros_like(ids) for kind in kinds if kind.is_history_metadata}
         first = 0
-        for (number, *_), count in zip(self._history, counts, strict=True):
-            part = slice(first, first + count)
-            self._policy.record_history_metadata(number, ids[part], {k: v[part] for k, v in recorded.items()})
-            first += count
-        self._history = []
+        for number, lookup_ids in self._history:
+            part = slice(first, first + len(lookup_ids))
+            self._policy.record_history_metadata(number, lookup_ids, {k: v[part] for k, v in recorded.items()})
+            first = part.stop
+        self._history = self._history[:0]
         had_id = self.ids.view(-1) != ANY_ID
-        buckets, order = torch.sort(self._bucket_of(ids), stable=True)
         ids, recorded = ids[order], {name: values[order] for name, values in recorded.items()}
-        numbers = torch.arange(self.num_rows // self.spec.bucket_rows, device=ids.device)
-        ends = torch.searchsorted(buckets, numbers, right=True).tolist()
-        evicted = []
+        changed = [ids[:0]]
         for bucket, part in enumerate(map(slice, [0, *ends], ends)):
             if part.start < part.stop:
                 recorded_part = {name: values[part] for name, values in recorded.items()}
-                evicted.append(self._update_bucket(bucket, ids[part], recorded_part))
+                changed.append(self._update_bucket(bucket, ids[part], recorded_part))
+        self._free(self._bucket)
         self._index()
-        rows = torch.cat(evicted) if evicted else ids
-        return rows[had_id[rows]]
+        rows = torch.cat(changed)
+        return torch.where(had_id[rows], rows, -1)
 
-    def _update_bucket(self, bucket: int, ids: Tensor, recorded: dict[str, Tensor]) -> Tensor:
-        """Let the module choose the ids of one bucket; return the rows that another id has now."""
-        size, device = self.spec.bucket_rows, self.ids.device
-        rows = slice(bucket * size, (bucket + 1) * size)
-        first_row = self.first_row + rows.start
-        # A module for this bucket, which lives for the update only: what it learns is copied back.
-        module = self._module.rebuild_with_output_id_range((first_row, first_row + size), [first_row, first_row + size])
-        module.to(device)
+    def _update_bucket(self, number: int, ids: Tensor, recorded: dict[str, Tensor]) -> Tensor:
+        """Let the module choose the ids of one bucket; return the rows that have another id now."""
+        module, first_row, size = self._bucket, number * self.spec.bucket_rows, self.spec.bucket_rows
         tensors = {MCH_IDS: self.ids.view(-1), **self._metadata}
-        state = {name: value[rows].clone() for name, value in tensors.items()}
-        numbers = torch.arange(first_row, first_row + size, device=device)
-        set_mch_state(module, {**state, MCH_ROWS: numbers}, torch.tensor([self.num_lookups], device=device))
+        tensors = {name: value[first_row : first_row + size] for name, value in tensors.items()}
+        rows = torch.arange(size, device=ids.device)
+        state = {name: value.clone() for name, value in tensors.items()}
+        set_mch_state(module, {**state, MCH_ROWS: rows}, torch.tensor([self.num_lookups]))
         # A policy that draws does so alike on any number of ranks, and leaves the draws of the run alone.
-        with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=self._draws):
+        with torch.random.fork_rng([ids.device] if ids.is_cuda else [], enabled=self._draws):
             if self._draws:
-                torch.manual_seed(zlib.crc32(f"{self.num_lookups} {first_row}".encode()))
+                torch.manual_seed(zlib.crc32(f"{self.num_lookups} {self.first_row + first_row}".encode()))
             update_mch(module, ids, recorded, self.num_lookups)
         learned = mch_state(module)
         # torchrec has sorted its tensors by id; here they are by row.
-        order = learned[MCH_ROWS] - self.first_row
         for name, value in tensors.items():
-            value[order] = learned[name]
+            value[learned[MCH_ROWS]] = learned[name]
         changed: Tensor = module.evict()
-        return changed - self.first_row
+        return changed + first_row

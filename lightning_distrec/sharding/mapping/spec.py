@@ -6,6 +6,7 @@ depend on the number of ranks, and ids compete for rows within their bucket only
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -188,7 +189,7 @@ class MappingCounts:
     """What has happened on this rank since the start of the run."""
 
     looked_up: int = 0
-    """Ids that were looked up in training."""
+    """Distinct ids of each lookup in training."""
     shared: int = 0
     """Those of them that had no row of their own."""
     evicted: int = 0
@@ -196,24 +197,36 @@ class MappingCounts:
 
 
 class RowsOfIds(ABC):
-    """The buckets of one rank."""
+    """The buckets of one rank. In training, ids are noted, numbers of them are read, and then they get rows.
+
+    Between the two the host waits for the device: once, whatever the number of tables.
+    """
 
     ids: Tensor
     """The id that has each row, (num_rows, 1)."""
 
-    def __init__(self, spec: MappingSpec, first_bucket: int, num_buckets: int) -> None:
+    def __init__(self, spec: MappingSpec, first_bucket: int, num_buckets: int, device: torch.device) -> None:
         self.spec = spec
         self.first_row, self.num_rows = first_bucket * spec.bucket_rows, num_buckets * spec.bucket_rows
-        self.counts = MappingCounts()
         self.initial_rows = torch.empty(0, 0)
         """What a row starts from when an id gets another's, alike on all ranks."""
         self.num_lookups = 0
         """Counts the lookups in training."""
         self._first_bucket = first_bucket
+        self._counts = torch.zeros(3, dtype=torch.int64, device=device)
+
+    @property
+    def counts(self) -> MappingCounts:
+        """What has happened. The device is waited for."""
+        return MappingCounts(*self._counts.tolist())
 
     @abstractmethod
-    def learn(self, ids: Tensor) -> Tensor:
-        """Let new ids have rows, and note the use of the others. Return the rows that an id was evicted from."""
+    def note_lookup(self, ids: Tensor) -> Tensor:
+        """Note the ids of a lookup in training. Return the numbers that `learn` needs."""
+
+    @abstractmethod
+    def learn(self, numbers: Sequence[int]) -> Tensor:
+        """Let new ids have rows, and note the use of the others. Return rows that an id was evicted from, and -1s."""
 
     @abstractmethod
     def find(self, ids: Tensor) -> Tensor:
@@ -237,9 +250,19 @@ class RowsOfIds(ABC):
         """Return ids, (num_ids,), as they are sent to the rank that owns their bucket."""
         return ids
 
+    def _count(self, *numbers: Tensor) -> None:
+        self._counts += torch.stack(numbers)
+
     def _bucket_of(self, ids: Tensor) -> Tensor:
         """Return the buckets of ids, (num_ids,) each, counted from this rank's first one."""
         return bucket_of(self.spec, ids) - self._first_bucket
+
+
+def first_flags(values: Tensor) -> Tensor:
+    """Return which of the ascending `values`, (num,), is not that before it."""
+    is_first = torch.ones_like(values, dtype=torch.bool)
+    is_first[1:] = values[1:] != values[:-1]
+    return is_first
 
 
 def bucket_of(spec: MappingSpec, ids: Tensor) -> Tensor:

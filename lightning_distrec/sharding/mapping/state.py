@@ -80,7 +80,7 @@ def load_into(mapping: IdMapping, name: str, value: Any) -> str:
         rows.copy_(value[mapping.first_row : mapping.first_row + mapping.num_rows])
     else:
         value.read_into([Chunk((mapping.first_row, 0), rows)])
-    mapping.ids_were_set()
+    mapping.rows_were_set()
     return ""
 
 

@@ -18,8 +18,10 @@ from tests.support.emulated_fits import (
     Sequences,
     Unfreezing,
     emulate_fit,
+    emulate_mapped_fit,
     emulate_torchrec_pipeline,
 )
+from tests.support.mapped_models import DynamicModel, ManagedModel, MchModel
 from tests.support.ranks import run_each_on_ranks
 
 CASES: dict[str, tuple[Any, ...]] = {
@@ -40,10 +42,32 @@ LEARNED = {name: 5 for name in CASES if name.startswith("computed ids")}
 """Steps that are looked at before ids are sent ahead; 1 for others."""
 
 
+EVICTING = {"ids": "dynamic", "rows": 24, "buckets": 6, "min_sights": 2}
+MAPPED: dict[str, tuple[Any, ...]] = {
+    "HashZch": (emulate_mapped_fit, ManagedModel, {}, {}),
+    "dynamic ids that lose rows": (
+        emulate_mapped_fit,
+        DynamicModel,
+        {},
+        {"users": {**EVICTING, "evict": "lfu"}, "goods": {**EVICTING, "evict": "lru"}, "first": EVICTING},
+    ),
+    "MCH": (emulate_mapped_fit, MchModel, {"policy": "lru", "interval": 1}, {}),
+    "MCH, every fourth step": (emulate_mapped_fit, MchModel, {"interval": 4}, {}),
+}
+
+MAPPED_READS = {
+    "HashZch": STEPS,
+    "dynamic ids that lose rows": 2 * STEPS,  # a collection, and an nn.Embedding
+    "MCH": STEPS,
+    "MCH, every fourth step": STEPS // 4,
+}
+"""What the host reads of ids in training, whatever the number of tables; torchrec's own code waits besides."""
+
+
 @pytest.fixture(scope="module")
 def emulated() -> list[dict[str, Any]]:
     """What was found on each rank in each case."""
-    return run_each_on_ranks(CASES | {TORCHRECS: (emulate_torchrec_pipeline,)}, 2)
+    return run_each_on_ranks(CASES | MAPPED | {TORCHRECS: (emulate_torchrec_pipeline,)}, 2)
 
 
 @pytest.fixture(scope="module")
@@ -111,3 +135,18 @@ def test_the_host_waits_less_often_for_ids_than_in_torchrecs_own_pipeline(emulat
     prefetched_counts = [[stream for stream, event, _ in step if event].count(IDS) for step in steady_steps(waits)]
     assert max(prefetched_counts) == 4
     assert min(torchrec_counts) == 7
+
+
+def test_the_host_waits_once_in_a_lookup_that_gives_ids_rows(emulated: Any) -> None:
+    for rank_result in emulated:
+        for name, num_reads in MAPPED_READS.items():
+            hazards, waits, _, num_evicted = rank_result[name]
+            assert hazards == [], (name, hazards)
+            assert (num_evicted > 0) == (name != "HashZch"), name
+            in_steps = waits[waits.index(STEP) :]
+            in_mapping = [trace for _, event, trace in in_steps if event and "mapp" in trace]
+            in_torchrec = [trace for trace in in_mapping if "update_mch <" in trace]
+            reads = [trace for trace in in_mapping if "_learn < lookup/mapped_ids.py" in trace]
+            assert len(reads) == num_reads, (name, reads)
+            assert len(in_mapping) == len(reads) + len(in_torchrec), (name, in_mapping)
+            assert bool(in_torchrec) == name.startswith("MCH")

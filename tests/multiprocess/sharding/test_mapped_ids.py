@@ -32,6 +32,7 @@ from tests.support.mapped_models import (
     Padded,
     hash_zch,
     joined,
+    learn,
     loader,
     make_batch,
 )
@@ -150,7 +151,7 @@ def _train_by_hand(kind: type[ManagedModel], options: dict[str, Any], steps: int
             per_feature = list(batch["ids"].split(batch["lengths"].view(len(FEATURES), -1).sum(1).tolist()))
             for mapping, weight, first_rows, features in tables.values():
                 ids = torch.cat([per_feature[feature] for feature in features])
-                evicted = mapping.learn(ids)
+                evicted = learn(mapping, ids)
                 with torch.no_grad():
                     weight[evicted] = first_rows[mapping.ids.view(-1)[evicted] % len(first_rows)]
                     for state in optimizer.state[weight].values():

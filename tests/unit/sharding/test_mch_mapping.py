@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from lightning_distrec._compat.torchrec_collisions import MCH_IDS, MCH_ROWS, MCH_SEGMENTS
 from lightning_distrec.chunks import ChunkedTensor
@@ -12,7 +13,7 @@ from lightning_distrec.errors import IdsError
 from lightning_distrec.sharding.mapping.mch_mapping import MchMapping
 from lightning_distrec.sharding.mapping.spec import ANY_ID, MchSpec, spec_of
 from tests.support.emulated_streams import emulated_streams
-from tests.support.mapped_models import BUCKETS, ROWS, mch
+from tests.support.mapped_models import BUCKETS, ROWS, learn, mch
 
 CPU = torch.device("cpu")
 
@@ -30,10 +31,10 @@ def _bucket_ids(bucket: int, *numbers: int) -> Tensor:
 
 def test_ids_get_rows_once_in_an_interval_and_share_the_last_of_their_bucket_until_then() -> None:
     mapping, ids = _mapping(interval=2), _bucket_ids(1, 10, 20)
-    assert mapping.learn(ids).numel() == 0
+    assert learn(mapping, ids).numel() == 0
     assert mapping.find(ids).tolist() == [7, 7]
     mapping.optimizer_stepped()
-    mapping.learn(ids[:1])
+    learn(mapping, ids[:1])
     rows = mapping.find(ids).tolist()
     assert len(set(rows) & {4, 5, 6}) == 2
     assert (mapping.num_taken, mapping.counts.looked_up, mapping.counts.shared) == (2, 3, 2)
@@ -41,12 +42,12 @@ def test_ids_get_rows_once_in_an_interval_and_share_the_last_of_their_bucket_unt
 
 def test_rows_that_wait_for_the_optimizer_are_not_taken() -> None:
     mapping = _mapping(interval=1, policy="lru")
-    mapping.learn(_bucket_ids(1, 1, 2, 3))
+    learn(mapping, _bucket_ids(1, 1, 2, 3))
     rows = mapping.find(_bucket_ids(1, 1, 2, 3))
-    assert mapping.learn(_bucket_ids(1, 4)).numel() == 0
+    assert learn(mapping, _bucket_ids(1, 4)).numel() == 0
     torch.testing.assert_close(mapping.find(_bucket_ids(1, 1, 2, 3)), rows)
     mapping.optimizer_stepped()
-    evicted = mapping.learn(_bucket_ids(1, 5)).tolist()
+    evicted = learn(mapping, _bucket_ids(1, 5)).tolist()
     assert sorted(mapping.find(_bucket_ids(1, 4, 5)).tolist()) == sorted(evicted)
     (remaining,) = set(rows.tolist()) - set(evicted)
     assert sorted(mapping.find(_bucket_ids(1, 1, 2, 3)).tolist()) == [remaining, 7, 7]
@@ -54,7 +55,7 @@ def test_rows_that_wait_for_the_optimizer_are_not_taken() -> None:
 
 def test_a_state_loads_in_parts_and_one_of_other_buckets_is_refused() -> None:
     whole, ids = _mapping(interval=1), torch.arange(100)
-    whole.learn(ids)
+    learn(whole, ids)
     state = whole.state()
     full = {key: value.chunks[0].tensor if isinstance(value, ChunkedTensor) else value for key, value in state.items()}
     order = torch.randperm(ROWS["users"])
@@ -82,16 +83,36 @@ def test_a_hash_function_must_stay_in_its_range() -> None:
         mapping.sent(torch.tensor([10]))
 
 
-def test_the_host_reads_the_numbers_of_ids_once_in_an_update_of_many_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MchMapping, "_update_bucket", lambda self, bucket, ids, recorded: ids.new_empty(0))
-    counts = []
-    for num_ids in (1, 40):  # of one bucket, and of all
-        mapping = _mapping(interval=3)
-        with emulated_streams() as streams:
-            for step in range(3):
-                waits_before = len(streams.reports.waits)
-                mapping.learn(torch.arange(num_ids) + step)
-                mapping.optimizer_stepped()
-        places = [place for _, _, place in streams.reports.waits[waits_before:]]
-        counts.append(sum("_update" in place for place in places))
-    assert counts == [4, 4], places
+def _num_torchrec_waits(policy: str) -> int:
+    """Return how often the host waits for an update of torchrec's own module."""
+    with emulated_streams() as streams:
+        module = mch("users", policy=policy, interval=1, buckets=1)
+        jagged = JaggedTensor(torch.arange(40), lengths=torch.tensor([40]))
+        module._current_iter, module._last_eviction_iter = 0, 0  # else read from the device in the first step
+        module._init_history_buffers({"": jagged})
+        streams.reports.waits.clear()
+        module.profile({"": jagged})
+        return len(streams.reports.waits)
+
+
+@pytest.mark.parametrize("policy", ["lfu", "lru"])
+def test_the_host_waits_where_torchrecs_code_does_only(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torchrec_waits = _num_torchrec_waits(policy)
+    assert torchrec_waits > 4
+    with emulated_streams() as streams:
+        mapping = _mapping(interval=2, policy=policy)
+        # Its constructor copies numbers to the device, which the emulation does not see.
+        monkeypatch.delattr(type(mapping._bucket), "__init__")
+        streams.reports.waits.clear()
+        for step, num_buckets in enumerate((1, 1, 1, 3, 2, 6)):
+            ids = (torch.arange(5) + 5 * step).unsqueeze(1) * BUCKETS + torch.arange(num_buckets)
+            ends = mapping.note_lookup(ids.view(-1))
+            assert streams.reports.waits == []
+            numbers = ends.tolist()  # the one read of an update
+            streams.reports.waits.clear()
+            mapping.learn(numbers)
+            expected = num_buckets * torchrec_waits if numbers else 0
+            assert len(streams.reports.waits) == expected, streams.reports.waits
+            streams.reports.waits.clear()
+            mapping.optimizer_stepped()
+            mapping.find(ids)
