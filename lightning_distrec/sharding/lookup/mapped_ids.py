@@ -124,9 +124,9 @@ class MappedIds:
             mapping.optimizer_stepped()
 
     def _learn(self, ids_by_table: Mapping[str, Tensor]) -> None:
-        """Let new ids have rows, which begin anew where they were another's."""
+        """Let new ids have rows, which start again where they were another's."""
         noted = {name: self._mappings[name].note_lookup(ids) for name, ids in ids_by_table.items()}
-        # In one piece: for each copy the host waits until the device has done what it was given before.
+        # Together: for each copy the host waits until the device has done what it was given before.
         counts = [len(numbers) for numbers in noted.values()]
         numbers = torch.cat(list(noted.values())).tolist() if sum(counts) else []
         end = 0
