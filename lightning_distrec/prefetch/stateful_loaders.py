@@ -42,6 +42,11 @@ def is_stateful(loader: Any) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
+def has_position(loader: Any) -> bool:
+    """Return whether `loader.state` is a position as position.py has it."""
+    return isinstance(state := getattr(loader, "state", None), dict) and "of_epoch" in state
+
+
 def end_epoch(loader: Any, state: State) -> None:
     """Let torchdata's loader begin its next epoch as it does after one that has ended in `state`."""
     if is_of_torchdata(original_loader(loader)):

@@ -88,12 +88,13 @@ MAY_IMPORT = {
         "option_values",
     },  # for any strategy: they read its attributes and its spans
     "metrics": {"errors", "option_values"},  # for any strategy, and for none
+    "data": {"errors", "atomic_files"},  # for any strategy, and for none
     "advice": BELOW_STRATEGIES | STRATEGIES,
-    "serving": BELOW_STRATEGIES,
+    "serving": BELOW_STRATEGIES | {"data"},
     "bench": GROUND | {"callbacks"},  # strategies are names to it: it starts processes
     "cli": BELOW_STRATEGIES
     | STRATEGIES
-    | {"callbacks", "advice", "bench", "serving", "__init__"}
+    | {"callbacks", "advice", "bench", "serving", "data", "__init__"}
     | {"registration", "strategy_names"},
     "__main__": {"cli"},
     "__init__": BELOW_STRATEGIES | STRATEGIES | {"callbacks"},

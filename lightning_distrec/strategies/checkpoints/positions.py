@@ -21,6 +21,7 @@ from lightning_distrec.prefetch.stateful_loaders import (
     LateLoader,
     describe_loader,
     end_epoch,
+    has_position,
     is_stateful,
     loses_order,
 )
@@ -196,7 +197,7 @@ class Positions:
         if progress.is_last_batch or not trainer.fit_loop.restarting:
             return
         restarted = self._warn_of_restarts() if self._begins_in_an_epoch else []
-        positioned = [loader for loader in self._loaders if isinstance(loader, PositionedLoader)]
+        positioned = [loader for loader in self._loaders if has_position(loader)]
         if positioned:
             behind = int(max(positioned, key=len).state["batches"]) - progress.current.ready
         else:

@@ -1,0 +1,164 @@
+"""Reads columns of Arrow as raw values for the encoder, and what is fitted on them; whole columns at a time."""
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import compute, types
+
+from lightning_distrec.data.features import Feature
+from lightning_distrec.data.raw_values import Cells, Texts, words_of
+
+MAX_SAMPLE = 2**20
+"""Quantiles are exact up to this number of values; of more, every second one is dropped again and again."""
+
+
+def type_problem(kind: pa.DataType, feature: Feature) -> str | None:
+    """Return why a feature cannot read a column of this type; None: it can."""
+    is_text = types.is_string(kind) or types.is_large_string(kind)
+    is_sequence = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    if feature.max_length is None and is_sequence:
+        return "sequences need max_length"
+    if feature.max_length is not None and not is_sequence and not (is_text and feature.separator):
+        return "max_length is for lists, or for texts with a separator"
+    value = _value_type(kind)
+    if feature.is_numeric and not is_number(value) and not (is_text and feature.separator):
+        return f"{feature.kind} needs numbers"
+    if not feature.is_numeric and not (_is_text(value) or types.is_integer(value) or types.is_boolean(value)):
+        return f"{feature.kind} needs texts, integers or booleans; use bucketize for other numbers"
+    return None
+
+
+def is_number(kind: pa.DataType) -> bool:
+    """Return whether a column of this type can be a number; a column without any value can."""
+    return any(
+        check(kind)
+        for check in (types.is_integer, types.is_floating, types.is_boolean, types.is_decimal, types.is_null)
+    )
+
+
+def is_rounded(kind: pa.DataType) -> bool:
+    """Return whether numbers of this type have 32 bits at most."""
+    return _value_type(kind) in (pa.float16(), pa.float32())
+
+
+def _value_type(kind: pa.DataType) -> pa.DataType:
+    nested = (
+        types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind) or types.is_dictionary(kind)
+    )
+    return _value_type(kind.value_type) if nested else kind
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return types.is_string(kind) or types.is_large_string(kind) or types.is_null(kind) or types.is_string_view(kind)
+
+
+def flat_values(column: Any, feature: Feature) -> tuple[pa.Array, np.ndarray | None]:
+    """Return the values of a column, those of sequences one after the other, and the sequences' lengths."""
+    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    if isinstance(array, pa.ChunkedArray):  # more text than 32-bit offsets can address
+        array = pa.concat_arrays([chunk.cast(pa.large_string()) for chunk in array.chunks])
+    if feature.max_length is None:
+        return array, None
+    if feature.separator is not None and _is_text(array.type):
+        # An empty text is an empty sequence, not one of an empty text.
+        array = compute.split_pattern(
+            compute.replace_with_mask(array, _is_empty(array), pa.scalar(None, array.type)), feature.separator
+        )
+    lengths = compute.fill_null(compute.list_value_length(array), 0)
+    return compute.list_flatten(array), lengths.to_numpy(zero_copy_only=False).astype(np.int64)
+
+
+def _is_empty(array: pa.Array) -> pa.Array:
+    return compute.fill_null(compute.equal(array, ""), False)
+
+
+def cells_of(column: Any, feature: Feature) -> Cells:
+    """Return a column as the encoder reads it. Raises pyarrow.ArrowInvalid: a value is of another type."""
+    values, lengths = flat_values(column, feature)
+    return Cells(numbers_of(values) if feature.is_numeric else texts_of(values), lengths)
+
+
+def numbers_of(values: pa.Array) -> np.ndarray:
+    """Return (N,) float64; what is missing is NaN."""
+    numbers = values.cast(pa.float64()).to_numpy(zero_copy_only=False)
+    return numbers.astype(np.float64, copy=False)
+
+
+def texts_of(values: pa.Array) -> Texts:
+    """Return texts, integers or booleans as the encoder reads them."""
+    if types.is_dictionary(values.type):
+        texts = texts_of(values.dictionary)
+        codes = compute.fill_null(values.indices.cast(pa.int64()), -1).to_numpy(zero_copy_only=False)
+        return texts._replace(codes=codes)
+    is_null = compute.is_null(values).to_numpy(zero_copy_only=False) if values.null_count else None
+    if not types.is_string(values.type) and not types.is_large_string(values.type):
+        values = values.cast(pa.string())
+    kind = np.int64 if types.is_large_string(values.type) else np.int32
+    _, ends, data = values.buffers()
+    offsets = (
+        np.frombuffer(ends, dtype=kind)[values.offset : values.offset + len(values) + 1] if ends else np.zeros(1, kind)
+    )
+    starts = offsets[:-1].astype(np.int64)
+    return Texts(words_of(data or b""), starts, np.diff(offsets).astype(np.int64), is_null)
+
+
+class ValueCounts:
+    """How often each value occurs, as text."""
+
+    def __init__(self) -> None:
+        self._parts: list[pa.Table] = []
+
+    def add(self, values: pa.Array) -> None:
+        """Count these values, all but the missing ones."""
+        counted = compute.value_counts(values.drop_null())
+        self._parts.append(pa.table({"value": counted.field(0).cast(pa.string()), "count": counted.field(1)}))
+        if len(self._parts) >= 64:
+            self._parts = [self._merged()]
+
+    def _merged(self) -> pa.Table:
+        merged = pa.concat_tables(self._parts).group_by("value").aggregate([("count", "sum")])
+        return merged.rename_columns(["value", "count"])
+
+    def top_values(self, size: int, min_count: int) -> list[str]:
+        """Return values by falling count; of equal counts, by their letters."""
+        merged = self._merged()
+        merged = merged.filter(compute.greater_equal(merged["count"], min_count))
+        ordered = merged.sort_by([("count", "descending"), ("value", "ascending")])
+        values: list[str] = ordered["value"].slice(0, size).to_pylist()
+        return values
+
+
+class Numbers:
+    """Mean and standard deviation of numbers, and a sample of them for quantiles."""
+
+    def __init__(self) -> None:
+        self._count, self._mean, self._squares = 0, 0.0, 0.0
+        self._sample, self._step, self._place = np.zeros(0), 1, 0
+
+    def add(self, numbers: np.ndarray) -> None:
+        """Add numbers; NaN is left out."""
+        numbers = numbers[~np.isnan(numbers)]
+        if not len(numbers):
+            return
+        # Chan, Golub, LeVeque: Updating formulae and a pairwise algorithm for computing sample variances, 1979.
+        count, mean = self._count + len(numbers), float(numbers.mean())
+        difference = mean - self._mean
+        self._squares += float(((numbers - mean) ** 2).sum()) + difference**2 * self._count * len(numbers) / count
+        self._mean += difference * len(numbers) / count
+        self._count = count
+        self._sample = np.concatenate([self._sample, numbers[-self._place % self._step :: self._step]])
+        self._place += len(numbers)
+        while len(self._sample) > MAX_SAMPLE:
+            self._sample, self._step = self._sample[::2], 2 * self._step
+
+    def moments(self) -> list[float]:
+        """Return mean and standard deviation; 0 and 1 where there is nothing to divide by."""
+        deviation = float(np.sqrt(self._squares / self._count)) if self._count else 0.0
+        return [self._mean, deviation or 1.0]
+
+    def quantiles(self, count: int) -> list[float]:
+        """Return the boundaries of `count` buckets; fewer where a value fills several."""
+        if not len(self._sample):
+            return []
+        return [float(edge) for edge in np.unique(np.quantile(self._sample, np.arange(1, count) / count))]

@@ -1,0 +1,241 @@
+"""From columns to batches: fitted once on the training data, then the same in training and in serving."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from lightning_distrec.data.arrow_columns import (
+    Numbers,
+    ValueCounts,
+    cells_of,
+    flat_values,
+    is_number,
+    is_rounded,
+    numbers_of,
+    type_problem,
+)
+from lightning_distrec.data.features import Bucketize, Feature, Number, TableFeature, Vocabulary, feature_of
+from lightning_distrec.data.raw_values import Encoded, Encoder
+from lightning_distrec.errors import ConfigError, DataError
+
+Form = Literal["jagged", "padded"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureTable:
+    """An embedding table that features are looked up in."""
+
+    rows: int
+    features: tuple[str, ...]
+
+
+class Columns:
+    """The mapping from columns to the tensors of a batch.
+
+    A batch is a dict. `form="jagged"`: "ids" is a KeyedJaggedTensor with a key for each feature that has a table,
+    in order. "padded": each such feature's name -> ids, (batch_size,), or (batch_size, max_length) of sequences,
+    filled up with 0. Both: "dense" (batch_size, numbers) float32, in the order of number features; a number feature of
+    sequences has its own name, (batch_size, max_length) float32; "label" float32, (batch_size,) or (batch_size, labels)
+    """
+
+    def __init__(
+        self, features: Mapping[str, Any], label: str | Sequence[str] | None = None, form: Form = "jagged"
+    ) -> None:
+        """Check the features; nothing is read.
+
+        features: name -> Feature, or its dict with `kind`. label: columns of numbers; None: there are no labels.
+        Raises ConfigError: a feature cannot be, or features of one table disagree about its rows.
+        """
+        self.features: dict[str, Feature] = {name: feature_of(name, feature) for name, feature in features.items()}
+        self.label = label if label is None or isinstance(label, str) else list(label)
+        self.labels = [label] if isinstance(label, str) else list(label or ())
+        self.form = form
+        if form not in ("jagged", "padded"):
+            raise ConfigError(f"form={form!r}: use 'jagged' or 'padded'.")
+        if not self.features or {"ids", "dense", "label"} & self.features.keys():
+            raise ConfigError("features: name one or more; the names ids, dense and label are those of the batch.")
+        self.tables = self._tables()
+        self._readers = self._columns_with_readers()
+        self._encoder: Encoder | None = None
+
+    def _tables(self) -> dict[str, FeatureTable]:
+        names_by_table: dict[str, list[str]] = {}
+        for name, feature in self.features.items():
+            if isinstance(feature, TableFeature):
+                names_by_table.setdefault(feature.table or name, []).append(name)
+        tables = {}
+        for table, names in names_by_table.items():
+            first = self.features[names[0]]
+            assert isinstance(first, TableFeature)
+            if len({self.features[name].mapping() for name in names}) > 1:
+                raise ConfigError(
+                    f"features {', '.join(names)} share the table '{table}', and differ in kind, rows, seed, "
+                    "min_count, boundaries or quantiles. Give them the same, or tables of their own."
+                )
+            tables[table] = FeatureTable(rows=first.num_rows(), features=tuple(names))
+        return tables
+
+    def _columns_with_readers(self) -> dict[str, Feature]:
+        readers: dict[str, tuple[str, Feature]] = {}
+        for name, feature in self.features.items():
+            for column in feature.columns(name):
+                first_name, first = readers.setdefault(column, (name, feature))
+                if first.reading() != feature.reading():
+                    raise ConfigError(
+                        f"features '{first_name}' and '{name}' read the column '{column}' in two ways: as text and as "
+                        "number, or with different max_length or separator. Copy it under another name."
+                    )
+        return {column: feature for column, (_, feature) in readers.items()}
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns of features and labels, each once."""
+        return list(dict.fromkeys([*self._readers, *self.labels]))
+
+    @property
+    def text_columns(self) -> list[str]:
+        """The columns whose values are read as text."""
+        return [column for column, feature in self._readers.items() if not feature.is_numeric or feature.separator]
+
+    @property
+    def encoder(self) -> Encoder:
+        """The fitted mapping. Raises ConfigError: not fitted yet."""
+        if self._encoder is None:
+            raise ConfigError("these Columns are not fitted. Call fit, or setup of their data module.")
+        return self._encoder
+
+    def fit(self, tables: Iterable[pa.Table]) -> "Columns":
+        """Take vocabularies, quantiles and moments from tables with all columns, in one pass; return self.
+
+        Memory: a count for each different value of a vocabulary, and 8 MiB for each bucketized column. Only the first
+        table is read where there is nothing to take. Raises DataError: a column is missing or does not fit, no data.
+        """
+        schema: pa.Schema | None = None
+        counts, numbers = self._empty_statistics()
+        for table in tables:
+            if schema is None:
+                schema = table.schema
+                self.check_schema(schema)
+            if not counts and not numbers:
+                break
+            self._add(table, counts, numbers)
+        if schema is None:
+            raise DataError("there is no data to fit features on.")
+        boundaries, moments = {}, {}
+        for name, feature in self.features.items():
+            if isinstance(feature, Bucketize):
+                sample = numbers.get(feature.table or name)
+                boundaries[name] = (
+                    sample.quantiles(feature.quantiles) if sample and feature.quantiles else list(feature.boundaries)
+                )
+            elif isinstance(feature, Number) and feature.standardize:
+                moments[name] = numbers[name].moments()
+        vocabularies = {table: count.top_values(*self._limits(table)) for table, count in counts.items()}
+        self._encoder = Encoder({
+            "features": {name: feature.plain(name) for name, feature in self.features.items()},
+            "label": self.label,
+            "form": self.form,
+            "rounded": [column for column in self._readers if is_rounded(schema.field(column).type)],
+            "vocabularies": vocabularies,
+            "boundaries": boundaries,
+            "moments": moments,
+        })
+        return self
+
+    def _empty_statistics(self) -> tuple[dict[str, ValueCounts], dict[str, Numbers]]:
+        counts, numbers = {}, {}
+        for name, feature in self.features.items():
+            if isinstance(feature, Vocabulary):
+                counts[feature.table or name] = ValueCounts()
+            elif (isinstance(feature, Bucketize) and feature.quantiles) or (
+                isinstance(feature, Number) and feature.standardize
+            ):
+                numbers[getattr(feature, "table", None) or name] = Numbers()
+        return counts, numbers
+
+    def _limits(self, table: str) -> tuple[int, int]:
+        feature = self.features[self.tables[table].features[0]]
+        assert isinstance(feature, Vocabulary)
+        return feature.rows - 1, feature.min_count
+
+    def _add(self, table: pa.Table, counts: dict[str, ValueCounts], numbers: dict[str, Numbers]) -> None:
+        for name, feature in self.features.items():
+            holder = getattr(feature, "table", None) or name
+            column = table[feature.columns(name)[0]]
+            if isinstance(feature, Vocabulary):
+                counts[holder].add(flat_values(column, feature)[0])
+            elif holder in numbers and feature.is_numeric:
+                values = numbers_of(flat_values(column, feature)[0])
+                numbers[holder].add(np.log1p(np.maximum(values, 0)) if getattr(feature, "log", False) else values)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return what `from_plain` makes the same mapping of, as JSON has it. Raises ConfigError: not fitted yet."""
+        return self.encoder.plain
+
+    @staticmethod
+    def from_plain(plain: dict[str, Any]) -> "Columns":
+        """Return the mapping that `to_plain` has described."""
+        columns = Columns(plain["features"], plain["label"], plain["form"])
+        columns._encoder = Encoder(plain)
+        return columns
+
+    def check_schema(self, schema: pa.Schema, place: str = "the data") -> None:
+        """Raise DataError where a column is missing in `place`, or has a type that its feature cannot read."""
+        for column in self.columns:
+            if column not in schema.names:
+                raise DataError(f"{place}: there is no column '{column}', but {', '.join(schema.names[:20])}.")
+            kind, feature = schema.field(column).type, self._readers.get(column)
+            problem = type_problem(kind, feature) if feature else None
+            if problem is None and column in self.labels and not is_number(kind):
+                problem = "a label is a number"
+            if problem is not None:
+                raise DataError(f"{place}: column '{column}' has the type {kind}: {problem}.")
+
+    def encode(self, table: pa.Table) -> dict[str, Encoded]:
+        """Return the features of a table, and its label where the table has it. Raises DataError with the column."""
+        cells, column = {}, ""
+        try:
+            for column, feature in self._readers.items():
+                cells[column] = cells_of(table[column], feature)
+            encoded = self.encoder.encode(cells)
+            if self.labels and all(label in table.column_names for label in self.labels):
+                labels = [numbers_of(flat_values(table[column], Number())[0]) for column in self.labels]
+                for column, numbers in zip(self.labels, labels, strict=True):  # noqa: B007  named if it raises
+                    if np.isnan(numbers).any():
+                        raise ValueError(f"a label is missing, the first in place {int(np.isnan(numbers).argmax())}")
+                stacked = np.stack(labels, axis=1).astype(np.float32)
+                encoded["label"] = Encoded(stacked[:, 0] if isinstance(self.label, str) else stacked, None)
+        except (pa.ArrowException, ValueError, KeyError) as error:
+            raise DataError(f"column '{column}': {str(error).splitlines()[0]}") from error
+        return encoded
+
+    def batch(self, encoded: dict[str, Encoded], num_rows: int) -> dict[str, Any]:
+        """Return encoded features as a batch; see the class."""
+        features = {name: feature for name, feature in encoded.items() if name != "label"}
+        tensors = {
+            name: torch.from_numpy(np.ascontiguousarray(array))
+            for name, array in self.encoder.arrays(features, num_rows).items()
+        }
+        if "ids.values" in tensors:
+            from torchrec import KeyedJaggedTensor
+
+            keys = [name for name, feature in self.features.items() if isinstance(feature, TableFeature)]
+            ids = KeyedJaggedTensor(keys=keys, values=tensors.pop("ids.values"), lengths=tensors.pop("ids.lengths"))
+            tensors = {"ids": ids, **tensors}
+        if "label" in encoded:
+            tensors["label"] = torch.from_numpy(np.ascontiguousarray(encoded["label"].values))
+        return tensors
+
+    def __call__(self, rows: pa.Table | Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+        """Return the batch of a table, or of lists by column. Raises DataError: a column is missing or does not fit."""
+        try:
+            table = rows if isinstance(rows, pa.Table) else pa.table({name: pa.array(rows[name]) for name in rows})
+        except pa.ArrowException as error:
+            raise DataError(f"rows: {error}") from error
+        if missing := [column for column in self._readers if column not in table.column_names]:
+            raise DataError(f"there is no column '{missing[0]}', but {', '.join(table.column_names)}.")
+        return self.batch(self.encode(table), table.num_rows)

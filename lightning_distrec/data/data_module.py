@@ -1,0 +1,324 @@
+"""A LightningDataModule over files or a table, whose features are written down as plain types."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pyarrow as pa
+import torch
+from torch.utils.data import Dataset
+
+from lightning_distrec.atomic_files import replace_file
+from lightning_distrec.data.columns import Columns, Form
+from lightning_distrec.data.raw_values import Encoded, join
+from lightning_distrec.data.row_groups import (
+    ParquetReader,
+    Reader,
+    RowGroup,
+    TableReader,
+    as_parquet,
+    find_files,
+    parquet_schema,
+)
+from lightning_distrec.data.row_order import Request, RowLoader, RowOrder, RowSampler
+from lightning_distrec.errors import ConfigError, DataError
+
+
+class EncodedRows(Dataset):
+    """Makes batches of places in an epoch's order. It holds one window of encoded rows, the last that was read."""
+
+    def __init__(
+        self, reader: Reader, groups: list[RowGroup], columns: Columns, order: RowOrder, names: list[str]
+    ) -> None:
+        """names: the columns to read."""
+        self.reader, self.groups, self.columns, self.order, self.names = reader, groups, columns, order, names
+        self._window: tuple[tuple[int, int], dict[str, Encoded]] | None = None
+
+    def __getitem__(self, request: Request) -> dict[str, Any]:
+        epoch, spans = request
+        self.order.begin(epoch)
+        parts, num_rows = [], 0
+        for first, stop in spans:
+            while first < stop:
+                window, (begin, end) = self.order.window_at(first)
+                encoded = self._encoded(epoch, window)
+                until = min(stop, end)
+                parts.append({name: feature.slice(first - begin, until - begin) for name, feature in encoded.items()})
+                num_rows, first = num_rows + until - first, until
+        joined = parts[0] if len(parts) == 1 else {name: join([part[name] for part in parts]) for name in parts[0]}
+        return self.columns.batch(joined, num_rows)
+
+    def _encoded(self, epoch: int, window: int) -> dict[str, Encoded]:
+        if self._window is None or self._window[0] != (epoch, window):
+            self._window = None  # before the next one takes memory
+            groups = [self._encoded_group(self.groups[number]) for number in self.order.groups(window)]
+            encoded = {name: join([group[name] for group in groups]) for name in groups[0]}
+            if (rows := self.order.rows(window)) is not None:
+                encoded = {name: feature.take(rows) for name, feature in encoded.items()}
+            self._window = (epoch, window), encoded
+        return self._window[1]
+
+    def _encoded_group(self, group: RowGroup) -> dict[str, Encoded]:
+        table = self.reader.read(group, self.names)
+        try:
+            return self.columns.encode(table)
+        except DataError as error:
+            raise DataError(f"{group.file}, row group {group.number}, {error}") from error
+
+
+class ColumnData(pl.LightningDataModule):
+    """Batches of features from columns; see Columns for what a batch holds.
+
+    Features are fitted on the training data once, and are part of checkpoints, so that a run that resumes, tests or is
+    exported maps values as it was trained.
+    """
+
+    def __init__(
+        self,
+        train: Any = None,
+        features: dict[str, Any] | None = None,
+        label: str | list[str] | None = None,
+        val: Any = None,
+        test: Any = None,
+        predict: Any = None,
+        form: Form = "jagged",
+        batch_size: int = 1024,
+        buffer_rows: int = 131_072,
+        seed: int = 1,
+        num_workers: int = 0,
+        pin_memory: bool | None = None,
+        cache_dir: str = "data/columns",
+        delimiter: str = ",",
+        column_names: list[str] | None = None,
+    ) -> None:
+        """Set where rows are, and what is made of them.
+
+        Args:
+            train: a path or a list: files, globs or folders of .parquet, .csv, .tsv, .txt, also .gz; local, or URLs
+                (s3://, gs://, ...) that pyarrow or fsspec reads. In a script also a DataFrame or a pyarrow Table.
+            features: name -> a feature with its kind: hash, vocabulary, bucketize, number or cross.
+            label: a column of numbers, or several.
+            val: as train; or the share of the training rows, the last ones, that validates.
+            test: as val: the rows before those that validate.
+            predict: as train; its labels are not read.
+            form: "jagged" for TorchRec's collections and nn.EmbeddingBag, "padded" for nn.Embedding.
+            batch_size: rows per rank and step.
+            buffer_rows: rows that are shuffled with each other. A worker holds them encoded, 8 bytes an id.
+            seed: of the order of rows; each epoch has another one.
+            num_workers: processes that read and encode; 0: the training process.
+            pin_memory: copy batches into pinned memory; null: where CUDA is available.
+            cache_dir: where text files are kept as Parquet, and what was fitted.
+            delimiter: between the values of text files.
+            column_names: of text files without a header.
+        """
+        super().__init__()
+        if min(batch_size, buffer_rows) < 1 or num_workers < 0:
+            raise ConfigError(
+                f"batch_size={batch_size}, buffer_rows={buffer_rows}, num_workers={num_workers}: at least 1, 1 and 0."
+            )
+        if all(source is None for source in (train, val, test, predict)):
+            raise ConfigError("there is no data: set train, val, test or predict.")
+        self.columns = Columns(features or {}, label, form)
+        self.sources = {"train": train, "val": val, "test": test, "predict": predict}
+        self.batch_size, self.buffer_rows, self.seed, self.num_workers = batch_size, buffer_rows, seed, num_workers
+        self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
+        self.cache_dir, self.delimiter, self.column_names = Path(cache_dir), delimiter, column_names
+        shares = [share for share in (val, test) if isinstance(share, float)]
+        if any(not 0 < share < 1 for share in shares) or sum(shares) >= 1 or (shares and train is None):
+            raise ConfigError(f"val={val}, test={test}: shares lie between 0 and 1, and leave some rows to train on.")
+        self.groups: dict[str, list[RowGroup]] = {}
+        self.readers: dict[str, Reader] = {}
+
+    @property
+    def _is_in_memory(self) -> bool:
+        return any(source is not None and not _is_paths(source) for source in self.sources.values())
+
+    def prepare_data(self) -> None:
+        """Look for files, convert text, and fit the features; one process per node does this, for files."""
+        if self._is_in_memory:
+            return
+        path = self._prepared_path()
+        if not path.exists() or "error" in json.loads(path.read_text()):
+            try:
+                prepared = self._prepare()
+            except DataError as error:
+                # Raised by every rank's setup: this process alone would leave the others waiting for it.
+                prepared = {"error": str(error)}
+            replace_file(path, json.dumps(prepared).encode())
+
+    def setup(self, stage: str | None = None) -> None:
+        """Take what was prepared; every rank does. Raises DataError: a file, a column or its type does not fit."""
+        if self.groups:
+            return
+        if not self._is_in_memory and not self._prepared_path().exists():
+            raise DataError(f"{self._prepared_path()}: nothing is prepared. Call prepare_data first, on every node.")
+        prepared = self._prepare() if self._is_in_memory else json.loads(self._prepared_path().read_text())
+        if "error" in prepared:
+            raise DataError(prepared["error"])
+        self.groups = {name: [RowGroup(*group) for group in groups] for name, groups in prepared["groups"].items()}
+        if not self.readers:
+            self.readers = {stage: self._reader(stage, groups) for stage, groups in self.groups.items()}
+        if prepared["columns"] is not None:
+            self.columns = Columns.from_plain(prepared["columns"])
+
+    def _prepared_path(self) -> Path:
+        """Return where the result of `prepare_data` is, a name that changes with files and settings."""
+        files = {
+            stage: find_files(_paths(source)) if _is_paths(source) else source for stage, source in self.sources.items()
+        }
+        features = {name: feature.plain(name) for name, feature in self.columns.features.items()}
+        facts = [files, features, self.columns.label, self.columns.form, self.delimiter, self.column_names]
+        return self.cache_dir / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}.json"
+
+    def _prepare(self) -> dict[str, Any]:
+        """Return the row groups of each stage, and the fitted columns, as JSON has them."""
+        data = {stage: source for stage, source in self.sources.items() if source is not None}
+        groups = {stage: self._find_groups(stage) for stage, source in data.items() if not isinstance(source, float)}
+        total = remaining = sum(group.num_rows for group in groups.get("train", []))
+        for stage in ("test", "val"):  # the last rows test
+            if isinstance(share := self.sources[stage], float):
+                remaining -= round(total * share)
+                groups["train"], groups[stage] = _split(groups["train"], remaining)
+        self.readers = {stage: self._reader(stage, groups[stage]) for stage in groups}
+        plain = None
+        if "train" in groups:
+            reader = self.readers["train"]
+            tables = (reader.read(group, self.columns.columns) for group in groups["train"])
+            plain = self.columns.fit(tables).to_plain()
+        return {"groups": groups, "columns": plain}
+
+    def _find_groups(self, stage: str) -> list[RowGroup]:
+        """Return the row groups of a source. Raises DataError: none, or a column is missing or does not fit."""
+        source, groups = self.sources[stage], []
+        columns = Columns(self.columns.features, None if stage == "predict" else self.columns.label)
+        if not _is_paths(source):
+            self.readers[stage] = reader = TableReader(_table_of(source))
+            columns.check_schema(reader.table.schema, f"the table of {stage}")
+            groups = reader.groups()
+        else:
+            types = {
+                column: pa.string() if column in columns.text_columns else pa.float64() for column in columns.columns
+            }
+            for entry in find_files(_paths(source)):
+                file = entry[0]
+                is_text = not file.endswith(".parquet")
+                text = (self.cache_dir, self.column_names, self.delimiter, types)
+                path = as_parquet(entry, *text) if is_text else file
+                schema, file_groups = parquet_schema(path)
+                columns.check_schema(schema, file)
+                groups += file_groups
+        if not groups:
+            raise DataError(f"{stage}: there are no rows.")
+        return groups
+
+    def _reader(self, stage: str, groups: list[RowGroup]) -> Reader:
+        source = stage if not isinstance(self.sources[stage], float) else "train"
+        if not _is_paths(self.sources[source]):
+            return self.readers[source]
+        # All files are read with the types of the first one: features may differ by them.
+        schema = parquet_schema(groups[0].file)[0]
+        return ParquetReader({
+            column: schema.field(column).type for column in self.columns.columns if column in schema.names
+        })
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the fitted features, for checkpoints."""
+        return {"columns": self.columns.to_plain()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the features as they were fitted. Raises ConfigError: they were others."""
+        columns = Columns.from_plain(state_dict["columns"])
+        for name in {**columns.features, **self.columns.features}:
+            plain = [c.features[name].plain(name) if name in c.features else None for c in (columns, self.columns)]
+            if plain[0] != plain[1]:
+                raise ConfigError(
+                    f"the checkpoint was trained with another feature '{name}'. Set features as they were."
+                )
+        self.columns = columns
+
+    def train_dataloader(self) -> RowLoader:
+        """Rows in random order."""
+        return self._loader("train", shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        """Rows in order; nothing without `val`."""
+        return self._loader("val") if self.sources["val"] is not None else []
+
+    def test_dataloader(self) -> RowLoader:
+        """Rows in order."""
+        return self._loader("test")
+
+    def predict_dataloader(self) -> RowLoader:
+        """Rows of `predict` in order, or those of `test` or `val`, without labels."""
+        return self._loader(
+            next(stage for stage in ("predict", "test", "val", "train") if stage in self.groups), labels=False
+        )
+
+    def _loader(self, stage: str, *, shuffle: bool = False, labels: bool = True) -> RowLoader:
+        if stage not in self.groups:
+            raise ConfigError(f"there is no data for {stage}: set {stage}, or the share of the training rows for it.")
+        groups = self.groups[stage]
+        order = RowOrder(
+            [group.num_rows for group in groups], shuffle=shuffle, seed=self.seed, buffer_rows=self.buffer_rows
+        )
+        names = [name for name in self.columns.columns if labels or name not in self.columns.labels]
+        ranks = (self.trainer.distributed_sampler_kwargs if self.trainer else None) or {"num_replicas": 1, "rank": 0}
+        sampler = RowSampler(order, ranks["num_replicas"], ranks["rank"], self.num_workers, self.batch_size)
+        return RowLoader(
+            EncodedRows(self.readers[stage], groups, self.columns, order, names),
+            batch_size=None,
+            sampler=sampler,
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0 and shuffle,
+            collate_fn=_as_it_is,
+            pin_memory=self.pin_memory,
+        )
+
+    def example_rows(self, count: int = 1) -> list[dict[str, Any]]:
+        """Return the first raw rows that there are, by column, without labels."""
+        stage = next(stage for stage in ("predict", "test", "val", "train") if stage in self.groups)
+        names = [name for name in self.columns.columns if name not in self.columns.labels]
+        rows: list[dict[str, Any]] = self.readers[stage].read(self.groups[stage][0], names).slice(0, count).to_pylist()
+        return rows
+
+
+def _is_paths(source: Any) -> bool:
+    return isinstance(source, (str, Path)) or (
+        isinstance(source, Sequence) and all(isinstance(p, (str, Path)) for p in source)
+    )
+
+
+def _paths(source: Any) -> list[str]:
+    return [str(source)] if isinstance(source, (str, Path)) else [str(path) for path in source]
+
+
+def _table_of(source: Any) -> pa.Table:
+    if isinstance(source, pa.Table):
+        return source
+    if not hasattr(source, "columns"):
+        raise ConfigError(f"data is a {type(source).__name__}: give paths, a pandas DataFrame or a pyarrow Table.")
+    try:
+        return pa.Table.from_pandas(source, preserve_index=False)
+    except pa.ArrowException as error:
+        raise DataError(f"the DataFrame: {error}") from error
+
+
+def _split(groups: list[RowGroup], num_rows: int) -> tuple[list[RowGroup], list[RowGroup]]:
+    """Return the first `num_rows` rows, and the others; a row group on the border is in both lists."""
+    first, second = [], []
+    for group in groups:
+        size = min(group.num_rows, num_rows)
+        num_rows -= size
+        if size:
+            first.append(group._replace(num_rows=size))
+        if size < group.num_rows:
+            second.append(group._replace(first=group.first + size, num_rows=group.num_rows - size))
+    return first, second
+
+
+def _as_it_is(batch: Any) -> Any:
+    # A function at module level, so that workers can receive it.
+    return batch

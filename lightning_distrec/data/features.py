@@ -1,0 +1,210 @@
+"""What a feature is made of, in plain types: each is a frozen dataclass, and a dict with its `kind` in YAML."""
+
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from typing import Any, ClassVar
+
+from lightning_distrec.errors import ConfigError, did_you_mean
+
+MAX_ROWS = 2**32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """What all kinds have. Row 0 of each table is that of values which are missing or unknown."""
+
+    kind: ClassVar[str]
+
+    column: str | None = None
+    """Where the values are; None: in the column of the feature's name."""
+    max_length: int | None = None
+    """For a column of sequences: how many of the last values are used. None: the column has one value in each row."""
+    separator: str | None = None
+    """What is between the values of a sequence that is a text; None: sequences are lists."""
+    required: bool = False
+    """Whether a missing value is an error."""
+
+    def __post_init__(self) -> None:
+        if self.max_length is not None and self.max_length < 1:
+            raise ConfigError(f"max_length={self.max_length}: a sequence needs at least 1 value.")
+        if self.separator is not None and (self.max_length is None or not self.separator):
+            raise ConfigError(f"separator={self.separator!r}: it is a text for sequences; set max_length too.")
+
+    def plain(self, name: str) -> dict[str, Any]:
+        """Return all fields as JSON has them, with `kind` and `columns`."""
+        plain = {"kind": self.kind, "columns": self.columns(name), **asdict(self)}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in plain.items()}
+
+    def columns(self, name: str) -> list[str]:
+        """Return the columns that the feature `name` is made of."""
+        return [self.column or name]
+
+    @property
+    def is_numeric(self) -> bool:
+        """Whether values are numbers; else they are texts."""
+        return isinstance(self, (Bucketize, Number))
+
+    def mapping(self) -> tuple[Any, ...]:
+        """Return what features of one table have in common."""
+        plain = self.plain("")
+        shared = ("kind", "rows", "seed", "min_count", "boundaries", "quantiles")
+        return tuple(str(plain.get(setting)) for setting in shared)
+
+    def reading(self) -> tuple[Any, ...]:
+        """Return how its column is read, which features of one column share."""
+        return self.is_numeric, self.max_length, self.separator
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableFeature(Feature):
+    """A feature whose ids are rows of an embedding table."""
+
+    table: str | None = None
+    """The embedding table; features of one table share its rows. None: a table of the feature's name."""
+
+    def plain(self, name: str) -> dict[str, Any]:
+        """Return all fields, with the table's name."""
+        return {**super().plain(name), "table": self.table or name}
+
+    def num_rows(self) -> int:
+        """Return how many rows the table needs."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hash(TableFeature):
+    """Rows by a stable hash: several values may share a row."""
+
+    kind = "hash"
+
+    rows: int
+    """Rows of the table, that of missing values included."""
+    seed: int = 0
+    """Another seed, other values that share rows."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_rows(self.rows)
+
+    def num_rows(self) -> int:
+        """Return how many rows the table needs."""
+        return self.rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary(TableFeature):
+    """A row for each of the training data's most frequent values; all others are unknown."""
+
+    kind = "vocabulary"
+
+    rows: int
+    """Rows of the table, that of unknown values included. Fixed, so that a model can be built before data is read."""
+    min_count: int = 1
+    """How often a value must occur."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_rows(self.rows)
+
+    def num_rows(self) -> int:
+        """Return how many rows the table needs."""
+        return self.rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucketize(TableFeature):
+    """Ranges of numbers; a bucket begins at its boundary."""
+
+    kind = "bucketize"
+
+    boundaries: tuple[float, ...] = ()
+    """Ascending."""
+    quantiles: int | None = None
+    """In place of boundaries: this many buckets, of about as many training rows each."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "boundaries", tuple(map(float, self.boundaries)))
+        if bool(self.boundaries) == (self.quantiles is not None) or list(self.boundaries) != sorted(
+            set(self.boundaries)
+        ):
+            raise ConfigError(
+                f"bucketize: boundaries={list(self.boundaries)}, quantiles={self.quantiles}: set one of "
+                "them; boundaries ascend."
+            )
+        if self.quantiles is not None and self.quantiles < 2:
+            raise ConfigError(f"bucketize: quantiles={self.quantiles}: there must be at least 2.")
+
+    def num_rows(self) -> int:
+        """Return how many rows the table needs."""
+        return 2 + len(self.boundaries) if self.quantiles is None else 1 + self.quantiles
+
+
+@dataclass(frozen=True, kw_only=True)
+class Number(Feature):
+    """A number for the dense part of a batch."""
+
+    kind = "number"
+
+    log: bool = False
+    """Take log(1 + x); of negative numbers, 0."""
+    standardize: bool = False
+    """Then subtract the training data's mean, and divide by its standard deviation."""
+    missing: float = 0.0
+    """What a missing number is in the batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cross(Hash):
+    """Rows by a hash of several columns' values together; missing where one of them is."""
+
+    kind = "cross"
+
+    of: tuple[str, ...] = field(default=())
+    """The columns: two or more, of one value in each row."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "of", tuple(self.of))
+        if len(self.of) < 2 or self.column is not None or self.max_length is not None:
+            raise ConfigError(
+                f"cross: of={list(self.of)}: name two or more columns, and neither column nor max_length."
+            )
+
+    def columns(self, name: str) -> list[str]:
+        """Return the columns that are crossed."""
+        return list(self.of)
+
+
+KINDS: dict[str, type[Feature]] = {kind.kind: kind for kind in (Hash, Vocabulary, Bucketize, Number, Cross)}
+
+
+def feature_of(name: str, feature: Any) -> Feature:
+    """Return a feature of its dict in YAML; a Feature as it is. Raises ConfigError with the feature's name."""
+    if isinstance(feature, Feature):
+        return feature
+    if not isinstance(feature, Mapping):
+        raise ConfigError(f"features: '{name}' is {feature!r}: write a dict such as {{kind: hash, rows: 1000}}.")
+    settings = dict(feature)
+    kind = settings.pop("kind", None)
+    settings.pop("columns", None)  # of to_plain
+    if kind not in KINDS:
+        raise ConfigError(
+            f"features: '{name}' has kind={kind!r}: use one of {', '.join(KINDS)}{did_you_mean(str(kind), KINDS)}"
+        )
+    accepted = {field.name: field for field in fields(KINDS[kind])}
+    for setting in settings:
+        if setting not in accepted:
+            raise ConfigError(f"features: '{name}' ({kind}) has no '{setting}'{did_you_mean(setting, accepted)}")
+    for setting, about in accepted.items():
+        if about.default is MISSING and setting not in settings:
+            raise ConfigError(f"features: '{name}' ({kind}) needs '{setting}'.")
+    try:
+        return KINDS[kind](**settings)
+    except (ConfigError, TypeError) as error:
+        raise ConfigError(f"features: '{name}': {error}") from None
+
+
+def _check_rows(rows: int) -> None:
+    if not 2 <= rows <= MAX_ROWS:
+        raise ConfigError(f"rows={rows}: a table needs 2 to {MAX_ROWS} rows, the first of them for missing values.")

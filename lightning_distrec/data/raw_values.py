@@ -1,0 +1,317 @@
+"""Turns raw values into ids and numbers, by numpy alone: in training, and in served folders, which get this file.
+
+Texts are hashed as UTF-8: 8 bytes at a time, little-endian and filled up with zeros, each mixed in by the finalizer of
+SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014). Integers are hashed as
+their decimals, so that 42 and "42" are one value; booleans as "true" and "false".
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+UNKNOWN = 0
+"""The row of values that are missing, or not in a vocabulary."""
+WORD = 8
+BLOCK = 8192
+MASKS = np.array([(1 << 8 * size) - 1 for size in range(WORD + 1)], dtype=np.uint64)
+
+
+class Texts(NamedTuple):
+    """Texts as bytes in one array."""
+
+    words: np.ndarray
+    """uint64, little-endian: all bytes, with at least one word after the last text."""
+    starts: np.ndarray
+    """(num_texts,) int64: first byte of each."""
+    lengths: np.ndarray
+    """(num_texts,) int64, in bytes."""
+    is_null: np.ndarray | None
+    """(num_texts,) bool; None: no text is missing."""
+    codes: np.ndarray | None = None
+    """(num_values,) int64: which text each value is, -1 where it is missing; None: values are texts, in order."""
+
+
+class Cells(NamedTuple):
+    """A column. N values of `num_rows` rows: one for each, or sequences one after the other."""
+
+    values: Any
+    """Texts, or (N,) float64 with NaN for what is missing."""
+    lengths: np.ndarray | None
+    """(num_rows,) int64, of sequences; None: one value for each row."""
+
+
+class Encoded(NamedTuple):
+    """A feature: ids (int64) or numbers (float32) of rows."""
+
+    values: np.ndarray
+    """One for each row, or sequences one after the other."""
+    offsets: np.ndarray | None
+    """(num_rows + 1,) int64: where sequences begin and end; None: one value for each row."""
+
+    def take(self, rows: np.ndarray) -> "Encoded":
+        """Return the given rows, in their order."""
+        if self.offsets is None:
+            return Encoded(self.values[rows], None)
+        lengths = np.diff(self.offsets)[rows]
+        return Encoded(self.values[places(self.offsets[:-1][rows], lengths)], offsets_of(lengths))
+
+    def slice(self, first: int, stop: int) -> "Encoded":
+        """Return rows from `first` to before `stop`."""
+        if self.offsets is None:
+            return Encoded(self.values[first:stop], None)
+        offsets = self.offsets[first : stop + 1]
+        return Encoded(self.values[offsets[0] : offsets[-1]], offsets - offsets[0])
+
+
+def join(parts: list[Encoded]) -> Encoded:
+    """Return the rows of parts, one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    values = np.concatenate([part.values for part in parts])
+    if parts[0].offsets is None:
+        return Encoded(values, None)
+    return Encoded(values, offsets_of(np.concatenate([_lengths(part) for part in parts])))
+
+
+def places(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return the indices of runs, one run after the other."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
+
+
+def offsets_of(lengths: np.ndarray) -> np.ndarray:
+    """Return where runs begin, and where the last one ends."""
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+
+
+def pack(texts: Sequence[Any]) -> Texts:
+    """Return texts, integers, booleans and None as Texts. Raises ValueError: another type."""
+    lines = [_bytes(text) for text in texts]
+    lengths = np.array([len(line) for line in lines], dtype=np.int64)
+    is_null = np.array([text is None for text in texts], dtype=bool)
+    return Texts(words_of(b"".join(lines)), offsets_of(lengths)[:-1], lengths, is_null)
+
+
+def _bytes(text: Any) -> bytes:
+    if isinstance(text, bool):
+        return b"true" if text else b"false"
+    if text is not None and not isinstance(text, (str, int)):
+        raise ValueError(f"{text!r} is neither a text nor an integer")
+    return b"" if text is None else str(text).encode()
+
+
+def words_of(data: Any) -> np.ndarray:
+    """Return bytes as words, filled up with zeros."""
+    words = np.zeros(len(data) // WORD + 2, dtype="<u8")
+    words.view(np.uint8)[: len(data)] = np.frombuffer(data, dtype=np.uint8)
+    return words
+
+
+def mix(words: np.ndarray) -> np.ndarray:
+    """Return 64 bits in which each depends on all 64 of the input, (N,) uint64."""
+    words = words ^ (words >> np.uint64(30))
+    words *= np.uint64(0xBF58476D1CE4E5B9)
+    words ^= words >> np.uint64(27)
+    words *= np.uint64(0x94D049BB133111EB)
+    words ^= words >> np.uint64(31)
+    return words
+
+
+def hash_texts(texts: Texts, seed: int = 0) -> np.ndarray:
+    """Return 64 bits for each text, (num_texts,) uint64."""
+    start = mix(np.array([seed * 0x9E3779B97F4A7C15 & (1 << 64) - 1], dtype=np.uint64))
+    # In blocks whose intermediate arrays fit into a processor's cache.
+    blocks = range(0, len(texts.starts), BLOCK)
+    hashes = [_hash_block(texts, slice(first, first + BLOCK), start) for first in blocks]
+    return np.concatenate([np.zeros(0, dtype=np.uint64), *hashes])
+
+
+def _hash_block(texts: Texts, block: slice, start: np.ndarray) -> np.ndarray:
+    starts, lengths = texts.starts[block], texts.lengths[block]
+    hashes = start ^ lengths.astype(np.uint64)
+    shortest = int(lengths.min())
+    for done in range(0, int(lengths.max(initial=0)), WORD):
+        # All texts have a first word in most columns: no selection then.
+        rows: Any = slice(None) if shortest > done else np.flatnonzero(lengths > done)
+        first, remaining = starts[rows] + done, lengths[rows] - done
+        shift = ((first & (WORD - 1)) << 3).astype(np.uint64)
+        first = first >> 3
+        # Two steps for the upper part: a shift by 64 bits is undefined.
+        word = texts.words[first + 1] << np.uint64(1) << (np.uint64(63) - shift)
+        word |= texts.words[first] >> shift
+        word &= MASKS[np.minimum(remaining, WORD)]
+        hashes[rows] = mix(hashes[rows] ^ word)
+    return hashes
+
+
+def rows_of(hashes: np.ndarray, num_rows: int) -> np.ndarray:
+    """Return rows 1 to num_rows - 1 of hashes, int64: by their upper 32 bits, scaled."""
+    return (1 + ((hashes >> np.uint64(32)) * np.uint64(num_rows - 1) >> np.uint64(32))).astype(np.int64)
+
+
+class Encoder:
+    """The mapping from columns to features. plain: as `Columns.to_plain` returns it."""
+
+    def __init__(self, plain: dict[str, Any]) -> None:
+        self.plain = plain
+        self.features: dict[str, dict[str, Any]] = plain["features"]
+        self._vocabularies = {table: _Vocabulary(values) for table, values in plain["vocabularies"].items()}
+
+    def columns(self) -> dict[str, dict[str, Any]]:
+        """Return each column's first feature, by which its cells are read."""
+        columns: dict[str, dict[str, Any]] = {}
+        for feature in self.features.values():
+            for column in feature["columns"]:
+                columns.setdefault(column, feature)
+        return columns
+
+    def encode(self, cells: dict[str, Cells]) -> dict[str, Encoded]:
+        """Return the features of columns. Raises ValueError: a value is missing in a feature that requires it."""
+        return {
+            name: self._encode(name, [cells[column] for column in self.features[name]["columns"]])
+            for name in self.features
+        }
+
+    def _encode(self, name: str, cells: list[Cells]) -> Encoded:
+        feature = self.features[name]
+        kind = feature["kind"]
+        if kind == "number":
+            values = self._numbers(name, cells[0].values)
+        elif kind == "bucketize":
+            numbers = cells[0].values
+            buckets = 1 + np.searchsorted(self.plain["boundaries"][name], numbers, side="right")
+            values = np.where(np.isnan(numbers), UNKNOWN, buckets)
+        else:
+            values = self._ids_of_texts(feature, [column.values for column in cells])
+        if feature["required"] and len(missing := np.flatnonzero(_is_missing(cells[0].values))):
+            raise ValueError(f"a value is missing, the first in place {missing[0]}, and '{name}' has required=True")
+        lengths = cells[0].lengths
+        if lengths is None:
+            return Encoded(values, None)
+        latest = np.minimum(lengths, feature["max_length"])
+        if (latest < lengths).any():
+            values = values[places(np.cumsum(lengths) - latest, latest)]
+        return Encoded(values, offsets_of(latest))
+
+    def _numbers(self, name: str, numbers: np.ndarray) -> np.ndarray:
+        feature, is_null = self.features[name], np.isnan(numbers)
+        if feature["log"]:
+            numbers = np.log1p(np.maximum(numbers, 0))
+        if feature["standardize"]:
+            mean, deviation = self.plain["moments"][name]
+            numbers = (numbers - mean) / deviation
+        return np.where(is_null, feature["missing"], numbers).astype(np.float32)
+
+    def _ids_of_texts(self, feature: dict[str, Any], columns: list[Texts]) -> np.ndarray:
+        if feature["kind"] == "vocabulary":
+            return _by_value(columns[0], self._vocabularies[feature["table"]].ids_of(columns[0]))
+        if len(columns) == 1:
+            return _by_value(columns[0], rows_of(hash_texts(columns[0], feature["seed"]), feature["rows"]))
+        hashes, is_null = np.uint64(0), np.zeros(1, dtype=bool)
+        for texts in columns:
+            hashes = mix(hashes ^ _by_value(texts, hash_texts(texts, feature["seed"])))
+            is_null = is_null | _is_missing(texts)
+        return np.where(is_null, UNKNOWN, rows_of(hashes, feature["rows"]))
+
+    def arrays(self, encoded: dict[str, Encoded], num_rows: int) -> dict[str, np.ndarray]:
+        """Return the arrays of a batch by the names that its tensors have; see `Columns`."""
+        arrays, dense = {}, []
+        ids = {name: feature for name, feature in encoded.items() if self.features[name]["kind"] != "number"}
+        if self.plain["form"] == "jagged" and ids:
+            lengths = [_lengths(feature) for feature in ids.values()]
+            arrays["ids.values"] = np.concatenate([feature.values for feature in ids.values()])
+            arrays["ids.lengths"] = np.concatenate(lengths).astype(np.int32)
+        for name, feature in encoded.items():
+            if feature.offsets is None and name not in ids:
+                dense.append(feature.values)
+            elif name not in ids or self.plain["form"] == "padded":
+                arrays[name] = feature.values if feature.offsets is None else self._padded(name, feature)
+        if dense:
+            arrays["dense"] = np.stack(dense, axis=1) if num_rows else np.zeros((0, len(dense)), np.float32)
+        return arrays
+
+    def _padded(self, name: str, feature: Encoded) -> np.ndarray:
+        lengths = _lengths(feature)
+        padded = np.zeros((len(lengths), self.features[name]["max_length"]), dtype=feature.values.dtype)
+        padded[np.arange(padded.shape[1]) < lengths[:, None]] = feature.values
+        return padded
+
+    def arrays_of_rows(self, rows: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
+        """Return the arrays of raw rows, a dict by column for each; what a row lacks is missing in it.
+
+        Raises ValueError: an unknown column, a value of another type.
+        """
+        columns = self.columns()
+        for row in rows:
+            if unknown := sorted(row.keys() - columns.keys()):
+                raise ValueError(f"there is no column {unknown[0]!r}, but {', '.join(columns)}")
+        cells = {}
+        for column, feature in columns.items():
+            try:
+                cells[column] = self._cells(column, feature, [row.get(column) for row in rows])
+            except ValueError as error:
+                raise ValueError(f"column '{column}': {error}") from None
+        return self.arrays(self.encode(cells), len(rows))
+
+    def _cells(self, column: str, feature: dict[str, Any], values: list[Any]) -> Cells:
+        lengths = None
+        if feature["max_length"] is not None:
+            sequences = [_sequence(value, feature["separator"]) for value in values]
+            lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
+            values = [item for sequence in sequences for item in sequence]
+        if feature["kind"] not in ("number", "bucketize"):
+            return Cells(pack(values), lengths)
+        for value in values:
+            if value is not None and not isinstance(value, (int, float)):
+                raise ValueError(f"{value!r} is no number")
+        numbers = np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+        # A column of 32 bits has rounded them before training.
+        return Cells(
+            numbers.astype(np.float32).astype(np.float64) if column in self.plain["rounded"] else numbers, lengths
+        )
+
+
+class _Vocabulary:
+    """Ids of texts by their hashes: two texts with the same 64 bits are one value."""
+
+    def __init__(self, values: list[str]) -> None:
+        hashes = hash_texts(pack(values))
+        self._order = np.argsort(hashes)
+        self._hashes = hashes[self._order]
+
+    def ids_of(self, texts: Texts) -> np.ndarray:
+        hashes = hash_texts(texts)
+        if not len(self._hashes):
+            return np.full(len(hashes), UNKNOWN, dtype=np.int64)
+        position = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
+        return np.where(self._hashes[position] == hashes, 1 + self._order[position], UNKNOWN)
+
+
+def _by_value(texts: Texts, results: np.ndarray) -> np.ndarray:
+    """Return a result for each value, of results for each text; that of missing values is 0."""
+    if texts.is_null is not None:
+        results = np.where(texts.is_null, results.dtype.type(UNKNOWN), results)
+    # The last one is what the code -1 leads to.
+    return results if texts.codes is None else np.append(results, results.dtype.type(UNKNOWN))[texts.codes]
+
+
+def _is_missing(values: Any) -> np.ndarray:
+    if not isinstance(values, Texts):
+        return np.isnan(values)
+    is_null = np.zeros(len(values.starts), dtype=bool) if values.is_null is None else values.is_null
+    return is_null if values.codes is None else np.append(is_null, True)[values.codes]
+
+
+def _lengths(feature: Encoded) -> np.ndarray:
+    return np.ones(len(feature.values), dtype=np.int64) if feature.offsets is None else np.diff(feature.offsets)
+
+
+def _sequence(value: Any, separator: str | None) -> list[Any]:
+    if value is None or value == "":
+        return []
+    if isinstance(value, str) and separator is not None:
+        return value.split(separator)
+    if not isinstance(value, list):
+        raise ValueError(f"{value!r} is no list")
+    return value

@@ -1,0 +1,198 @@
+"""Where rows are: row groups of Parquet files, here or in a cloud store, or blocks of a table in memory."""
+
+import glob
+import hashlib
+import json
+import os
+import posixpath
+import tempfile
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatch
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import pyarrow as pa
+from pyarrow import csv, fs, parquet
+
+from lightning_distrec.errors import DataError, require
+
+SUFFIXES = (".parquet", ".csv", ".tsv", ".txt", ".gz")
+ROWS_PER_GROUP = 65_536
+CSV_BLOCK_BYTES = 2**24
+"""Of text, which become a row group."""
+
+
+class RowGroup(NamedTuple):
+    """Rows `first` to before `first + num_rows` of a row group."""
+
+    file: str
+    number: int
+    first: int
+    num_rows: int
+
+
+class Reader(Protocol):
+    """Reads row groups; workers receive a pickled copy."""
+
+    def read(self, group: RowGroup, columns: Sequence[str]) -> pa.Table:
+        """Return the columns of a row group. Raises DataError with file, row group and column."""
+
+
+class TableReader:
+    """Reads blocks of a table in memory."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self.table = table
+
+    def groups(self) -> list[RowGroup]:
+        """Return the blocks."""
+        starts = range(0, self.table.num_rows, ROWS_PER_GROUP)
+        counts = [min(ROWS_PER_GROUP, self.table.num_rows - start) for start in starts]
+        return [RowGroup("the table", number, 0, count) for number, count in enumerate(counts)]
+
+    def read(self, group: RowGroup, columns: Sequence[str]) -> pa.Table:
+        """Return the columns of a block."""
+        return self.table.select(columns).slice(group.number * ROWS_PER_GROUP + group.first, group.num_rows)
+
+
+class ParquetReader:
+    """Reads row groups of files. types: column -> type, which all files are read as."""
+
+    def __init__(self, types: dict[str, pa.DataType]) -> None:
+        self.types = types
+
+    def read(self, group: RowGroup, columns: Sequence[str]) -> pa.Table:
+        """Return the columns of a row group. Raises DataError with file, row group and column."""
+        try:
+            return self._read(group, columns)
+        except (OSError, pa.ArrowException) as error:
+            place = f"{group.file}, row group {group.number}"
+            for column in columns:
+                try:
+                    self._read(group, [column])
+                except (OSError, pa.ArrowException) as reason:
+                    raise DataError(f"{place}, column '{column}': {_first_line(reason)}") from reason
+            raise DataError(f"{place}: {_first_line(error)}") from error
+
+    def _read(self, group: RowGroup, columns: Sequence[str]) -> pa.Table:
+        file = _opened(group.file, os.getpid())
+        table = file.read_row_group(group.number, columns=list(columns), use_threads=False).select(columns)
+        kinds = [self.types[column] for column in columns]
+        if kinds != table.schema.types:
+            table = table.cast(pa.schema(list(zip(columns, kinds, strict=True))))
+        return table.slice(group.first, group.num_rows)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+@lru_cache(maxsize=4)
+def _opened(file: str, process: int) -> parquet.ParquetFile:
+    # By process: connections of a store do not survive a fork.
+    store, path = store_of(file)
+    return parquet.ParquetFile(store.open_input_file(path), pre_buffer="://" in file)
+
+
+def store_of(path: str) -> tuple[fs.FileSystem, str]:
+    """Return the file system of a path or a URL, and the path in it: pyarrow's own, else fsspec's."""
+    if "://" not in path:
+        return fs.LocalFileSystem(), path
+    try:
+        store, inner = fs.FileSystem.from_uri(path)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        require("fsspec", f"reading {path}")
+        from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+        remote, inner = url_to_fs(path)
+        store = fs.PyFileSystem(fs.FSSpecHandler(remote))
+    return store, inner
+
+
+def find_files(paths: Iterable[str]) -> list[tuple[str, int, str]]:
+    """Return the files of names, globs and folders in their order, those of a folder by name: file, bytes, time.
+
+    Raises DataError: a path leads to no file, or a file is of no known type.
+    """
+    files: list[tuple[str, int, str]] = []
+    _opened.cache_clear()  # of files that were replaced since
+    for path in paths:
+        try:
+            infos = _infos(path)
+        except OSError as error:
+            raise DataError(f"{path}: {_first_line(error)}") from error
+        if not infos:
+            raise DataError(f"{path}: there is no such file. Name files, globs or folders of {', '.join(SUFFIXES)}.")
+        is_remote = "://" in path and not path.startswith("file://")
+        prefix = path.partition("://")[0] + "://" if is_remote else ""
+        files += [(prefix + info.path.lstrip("/" if prefix else ""), info.size, str(info.mtime)) for info in infos]
+    for file, _, _ in files:
+        if not file.endswith(SUFFIXES):
+            raise DataError(f"{file}: the name must end in {', '.join(SUFFIXES)}.")
+    return files
+
+
+def _infos(path: str) -> list[fs.FileInfo]:
+    store, inner = store_of(path)
+    is_glob = any(mark in inner for mark in "*?[")
+    if is_glob and "://" not in path:
+        infos = store.get_file_info(sorted(glob.glob(inner, recursive=True)))
+        return [info for info in infos if info.is_file]
+    if is_glob:
+        folder = posixpath.dirname(inner[: min(inner.index(mark) for mark in "*?[" if mark in inner)] + "x")
+        listed = store.get_file_info(fs.FileSelector(folder, recursive=True))
+        return sorted((i for i in listed if i.is_file and fnmatch(i.path.strip("/"), inner.strip("/"))), key=_path)
+    info = store.get_file_info([inner])[0]
+    if info.type != fs.FileType.Directory:
+        return [info] if info.is_file else []
+    listed = store.get_file_info(fs.FileSelector(inner, recursive=True))
+    return sorted((i for i in listed if i.is_file and i.path.endswith(SUFFIXES)), key=_path)
+
+
+def _path(info: fs.FileInfo) -> str:
+    return str(info.path)
+
+
+def parquet_schema(file: str) -> tuple[pa.Schema, list[RowGroup]]:
+    """Return the columns of a file and its row groups. Raises DataError: it cannot be read."""
+    try:
+        opened = _opened(file, os.getpid())
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{file}: {_first_line(error)}") from error
+    counts = [opened.metadata.row_group(number).num_rows for number in range(opened.metadata.num_row_groups)]
+    return opened.schema_arrow, [RowGroup(file, number, 0, count) for number, count in enumerate(counts) if count]
+
+
+def as_parquet(
+    file: tuple[str, int, str], folder: Path, names: list[str] | None, delimiter: str, types: dict[str, pa.DataType]
+) -> str:
+    """Return a file of text as a Parquet file in `folder`, written once. names: of columns, where it has no header.
+
+    Raises DataError with the file, and with the column and the row where a value does not fit.
+    """
+    facts = [*file, names, delimiter, {name: str(kind) for name, kind in types.items()}]
+    target = folder / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}.parquet"
+    if target.exists():
+        return str(target)
+    folder.mkdir(parents=True, exist_ok=True)
+    store, path = store_of(file[0])
+    options = csv.ConvertOptions(
+        column_types=types, include_columns=list(types), strings_can_be_null=True, null_values=[""]
+    )
+    read = csv.ReadOptions(column_names=names, block_size=CSV_BLOCK_BYTES)
+    parse = csv.ParseOptions(delimiter=delimiter)
+    try:
+        with tempfile.TemporaryDirectory(dir=folder) as scratch, store.open_input_stream(path) as stream:
+            unfinished = Path(scratch, target.name)
+            with (
+                csv.open_csv(stream, read, parse, options) as batches,
+                parquet.ParquetWriter(unfinished, batches.schema) as writer,
+            ):
+                for batch in batches:
+                    writer.write_batch(batch)
+            # In one step: another node that shares the disk may write the same file.
+            os.replace(unfinished, target)
+    except (OSError, KeyError, pa.ArrowException) as error:
+        raise DataError(f"{file[0]}: {_first_line(error)}") from error
+    return str(target)

@@ -1,0 +1,214 @@
+"""Which rows a batch has: each row of an epoch once, over all ranks and workers, from any position on.
+
+An epoch is one order of all rows: row groups in random order, neighbours joined to windows of `buffer_rows` rows or
+more, and the rows of a window in random order. Each rank has a run of that order, and each worker a run of
+its rank's, so that a row group is read by one worker, or by those on whose border it lies. A position is what remains
+of the order, which any number of ranks and workers can share out again.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import numpy as np
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_distrec.errors import DataError
+
+Span = tuple[int, int]
+"""Places in an epoch's order: the first, and the one after the last."""
+
+
+class Request(NamedTuple):
+    """What a worker makes a batch of."""
+
+    epoch: int
+    spans: list[Span]
+
+
+class RowOrder:
+    """The order of all rows in each epoch. counts: rows of each row group."""
+
+    def __init__(self, counts: list[int], *, shuffle: bool, seed: int, buffer_rows: int) -> None:
+        self.counts, self.shuffle, self.seed, self.buffer_rows = counts, shuffle, seed, buffer_rows
+        self.num_rows = sum(counts)
+        self._epoch, self._windows, self._starts = -1, [[0]], [0]
+
+    def begin(self, epoch: int) -> None:
+        """Order the row groups for this epoch."""
+        if epoch == self._epoch:
+            return
+        groups = list(range(len(self.counts)))
+        if self.shuffle:
+            groups = np.random.default_rng([self.seed, epoch]).permutation(groups).tolist()
+        windows: list[list[int]] = []
+        size = self.buffer_rows
+        for group in groups:
+            if size >= self.buffer_rows or not self.shuffle:
+                windows.append([])
+                size = 0
+            windows[-1].append(group)
+            size += self.counts[group]
+        sizes = [sum(self.counts[group] for group in window) for window in windows]
+        self._epoch, self._windows, self._starts = epoch, windows, [0, *accumulate(sizes)]
+
+    def window_at(self, place: int) -> tuple[int, Span]:
+        """Return the window that a place of the order is in, and the window's own places."""
+        number = bisect_right(self._starts, place) - 1
+        return number, (self._starts[number], self._starts[number + 1])
+
+    def groups(self, window: int) -> list[int]:
+        """Return the row groups of a window."""
+        return self._windows[window]
+
+    def rows(self, window: int) -> np.ndarray | None:
+        """Return the order of a window's rows; None: as they are."""
+        size = self._starts[window + 1] - self._starts[window]
+        return np.random.default_rng([self.seed, self._epoch, window]).permutation(size) if self.shuffle else None
+
+
+class Shares:
+    """How the rows of `spans` become batches of ranks and workers; each rank has as many, of at least one row each."""
+
+    def __init__(self, spans: list[Span], num_ranks: int, num_workers: int, batch_size: int) -> None:
+        self.spans, self.num_ranks, self.num_workers, self.batch_size = spans, num_ranks, num_workers, batch_size
+        self._starts = [0, *accumulate(stop - first for first, stop in spans)]
+        self.num_rows = self._starts[-1]
+        self.num_batches = _ceil(_ceil(self.num_rows, num_ranks), batch_size)
+
+    def _edge(self, rank: int, batch: int) -> int:
+        """Return where a batch of a rank begins; the batch after its last one: where its share ends."""
+        first, stop = (self.num_rows * other // self.num_ranks for other in (rank, rank + 1))
+        if stop - first < self.num_batches:  # one row short: it is its neighbour's, too
+            first, stop = (first, stop + 1) if stop < self.num_rows else (first - 1, stop)
+        # The last batches have a row each where there are not enough for full ones.
+        return min(first + batch * self.batch_size, stop - (self.num_batches - batch))
+
+    def _block(self, worker: int) -> Span:
+        """Return the batches of a worker, in the order of the rank's rows."""
+        size, extra = divmod(self.num_batches, self.num_workers)
+        first = worker * size + min(worker, extra)
+        return first, first + size + (worker < extra)
+
+    def batch(self, rank: int, number: int) -> list[Span]:
+        """Return the places of the batch that a rank gets as its `number`-th: workers take turns."""
+        worker, turn = number % self.num_workers, number // self.num_workers
+        position = self._block(worker)[0] + turn
+        return self._places(self._edge(rank, position), self._edge(rank, position + 1))
+
+    def remaining(self, num_batches: int) -> list[Span]:
+        """Return what is left in the order after each rank got this many batches."""
+        spans: list[Span] = []
+        for rank in range(self.num_ranks):
+            for worker in range(self.num_workers):
+                first, stop = self._block(worker)
+                first = min(stop, first + (num_batches + self.num_workers - 1 - worker) // self.num_workers)
+                spans += self._places(self._edge(rank, first), self._edge(rank, stop))
+        merged: list[Span] = []
+        for first, stop in sorted(spans):
+            if merged and first <= merged[-1][1]:
+                before, end = merged.pop()
+                first, stop = before, max(stop, end)
+            merged.append((first, stop))
+        return merged
+
+    def _places(self, first: int, stop: int) -> list[Span]:
+        """Return the places in the epoch's order of a run of this share's rows."""
+        places = []
+        number = bisect_right(self._starts, first) - 1
+        while first < stop:
+            begin = self.spans[number][0] + first - self._starts[number]
+            size = min(stop, self._starts[number + 1]) - first
+            places.append((begin, begin + size))
+            first, number = first + size, number + 1
+        return places
+
+
+def _ceil(number: int, divisor: int) -> int:
+    return -(-number // divisor)
+
+
+class RowSampler(DistributedSampler):
+    """Yields the requests of this rank. Lightning leaves a DistributedSampler as it is, and sets its epoch."""
+
+    def __init__(self, order: RowOrder, num_ranks: int, rank: int, num_workers: int, batch_size: int) -> None:
+        super().__init__(range(order.num_rows), num_ranks, rank, shuffle=order.shuffle, seed=order.seed)  # type: ignore[arg-type]
+        self.order = order
+        self.full = self.shares = Shares([(0, order.num_rows)], num_ranks, max(1, num_workers), batch_size)
+        if order.num_rows < num_ranks:
+            raise DataError(f"{order.num_rows} rows are too few for {num_ranks} ranks: each needs one.")
+
+    def __len__(self) -> int:
+        return self.full.num_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        shares, self.shares = self.shares, self.full
+        for number in range(shares.num_batches):
+            yield Request(self.epoch, shares.batch(self.rank, number))
+
+
+class RowLoader(DataLoader[Any]):
+    """A DataLoader over a RowSampler that continues in the middle of an epoch, on any number of ranks and workers.
+
+    `state` has the keys of positions that strategies read. `len` stays that of full epochs.
+    """
+
+    state: dict[str, Any] = {}
+    """Where the iterator is that was begun last."""
+    next_state: dict[str, Any] | None = None
+    """Where the next one begins."""
+
+    def _beginning(self) -> dict[str, Any]:
+        sampler: Any = self.sampler
+        order, shares = sampler.order, sampler.full
+        return {
+            **{"batches": 0, "samples": 0, "rank": sampler.rank, "num_ranks": shares.num_ranks},
+            **{"batch_size": shares.batch_size, "length": order.num_rows, "drop_last": False, "drop_uneven": False},
+            **{"order": ["rows", order.buffer_rows, crc32(np.array(order.counts).tobytes())], "generator": None},
+            **{"of_epoch": [sampler.epoch, order.seed, order.shuffle], "num_workers": shares.num_workers},
+            **{"first_batch": 0, "spans": shares.spans},
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state or self._beginning()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iterator begin at `state`; warn, and begin an epoch, where it is of other rows."""
+        beginning = self._beginning()
+        self.state, self.next_state = beginning, None
+        if any(state.get(name) != beginning[name] for name in ("length", "order")) or (
+            list(state["of_epoch"][1:]) != beginning["of_epoch"][1:]
+        ):
+            rank_zero_warn(
+                "resuming in the middle of an epoch: the checkpoint is of other row groups, or of another seed, "
+                "buffer_rows or shuffling. So this epoch restarts, with rows that were trained. Resume with the same "
+                "data and settings."
+            )
+            return
+        spans = [(first, stop) for first, stop in state["spans"]]
+        before = Shares(spans, state["num_ranks"], state["num_workers"], state["batch_size"])
+        num_trained = max(0, state["batches"] - state["first_batch"])
+        if num_trained >= before.num_batches or not state["batches"]:
+            return
+        sampler: Any = self.sampler
+        full = sampler.full
+        shares = Shares(before.remaining(num_trained), full.num_ranks, full.num_workers, full.batch_size)
+        trained = {"batches": full.num_batches - shares.num_batches, "samples": full.num_rows - shares.num_rows}
+        position = {"first_batch": trained["batches"], "spans": shares.spans, "of_epoch": state["of_epoch"]}
+        self.state = self.next_state = {**beginning, **trained, **position}
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        # A generator: it begins with its first batch, when Lightning has set the sampler's epoch.
+        sampler: Any = self.sampler
+        state, self.next_state = self.next_state, None
+        if state is None or state["of_epoch"][0] != sampler.epoch:
+            state = self._beginning()
+        full = sampler.full
+        sampler.shares = Shares(state["spans"], full.num_ranks, full.num_workers, full.batch_size)
+        for batch in super().__iter__():
+            samples = min(state["samples"] + full.batch_size * full.num_ranks, full.num_rows)
+            state = self.state = {**state, "batches": state["batches"] + 1, "samples": samples}
+            yield batch

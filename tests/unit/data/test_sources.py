@@ -1,0 +1,191 @@
+"""Files, folders, text, stores and tables give the same rows; what is wrong is an error that says where."""
+
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+import torch
+from pyarrow import parquet
+
+from lightning_distrec.data import ColumnData, Hash, Number, Vocabulary
+from lightning_distrec.errors import ConfigError, DataError
+
+FEATURES = {
+    "user": Hash(rows=1000),
+    "city": Vocabulary(rows=5),
+    "tags": Vocabulary(rows=9, max_length=4, separator="|"),
+    "price": Number(log=True, standardize=True),
+}
+
+
+@pytest.fixture
+def frame() -> pd.DataFrame:
+    draw = np.random.default_rng(3)
+    return pd.DataFrame({
+        "user": [f"u{number}" for number in draw.integers(0, 99, 500)],
+        "city": draw.choice(["Bern", "NA", "007", None], 500),
+        "tags": draw.choice(["a|b", "", "c", None], 500),
+        "price": np.where(draw.random(500) < 0.1, np.nan, draw.lognormal(size=500)),
+        "y": draw.integers(0, 2, 500),
+    })
+
+
+def data_of(source: object, cache: Path, **options: object) -> ColumnData:
+    data = ColumnData(source, FEATURES, "y", cache_dir=str(cache), batch_size=500, **options)
+    data.prepare_data()
+    data.setup()
+    return data
+
+
+def batch_of(source: object, cache: Path, **options: object) -> dict[str, torch.Tensor]:
+    data = data_of(source, cache, **options)
+    (batch,) = data._loader("train")
+    ids = batch.pop("ids")
+    return {**batch, "values": ids.values(), "lengths": ids.lengths()}
+
+
+def test_all_sources_of_the_same_rows_give_the_same_batch(frame: pd.DataFrame, tmp_path: Path) -> None:
+    expected = batch_of(frame, tmp_path)
+    assert (expected["values"] == 0).any()
+    table = pa.Table.from_pandas(frame, preserve_index=False)
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    for number in range(5):
+        parquet.write_table(table.slice(100 * number, 100), folder / f"{number}.parquet", row_group_size=40)
+    frame.to_csv(tmp_path / "rows.csv", index=False)
+    frame.to_csv(tmp_path / "rows.tsv.gz", index=False, header=False, sep="\t")
+    store = fsspec.filesystem("memory")
+    for number in range(5):
+        with store.open(f"/bucket/{number}.parquet", "wb") as file:
+            file.write((folder / f"{number}.parquet").read_bytes())
+    sources = {
+        "table": (table, {}),
+        "folder": (str(folder), {}),
+        "glob": (str(folder / "*.parquet"), {}),
+        "list": ([str(folder / f"{number}.parquet") for number in range(5)], {}),
+        "csv": (str(tmp_path / "rows.csv"), {}),
+        "without a header": (str(tmp_path / "rows.tsv.gz"), {"delimiter": "\t", "column_names": list(frame)}),
+        "store": ("memory://bucket", {}),
+        "glob in a store": ("memory://bucket/*.parquet", {}),
+        "url": (folder.as_uri(), {}),
+    }
+    for name, (source, options) in sources.items():
+        actual = batch_of(source, tmp_path / "cache", **options)
+        assert actual.keys() == expected.keys()
+        for part, tensor in expected.items():
+            # Sums in another order: the mean of prices may differ in its last bit.
+            assert torch.allclose(actual[part].double(), tensor.double(), atol=1e-6), (name, part)
+
+
+def test_features_are_fitted_once_and_again_when_the_data_changes(frame: pd.DataFrame, tmp_path: Path) -> None:
+    file, cache = tmp_path / "rows.parquet", tmp_path / "cache"
+    frame.to_parquet(file)
+    data_of(str(file), cache)
+    (prepared,) = cache.glob("*.json")
+    written = prepared.stat().st_mtime_ns
+    data_of(str(file), cache)
+    assert prepared.stat().st_mtime_ns == written
+    frame.head(90).to_parquet(file)
+    assert len(data_of(str(file), cache).train_dataloader()) == 1
+    assert len(list(cache.glob("*.json"))) == 2
+
+
+def test_a_checkpoints_features_replace_those_of_the_data(frame: pd.DataFrame, tmp_path: Path) -> None:
+    state = data_of(frame, tmp_path).state_dict()
+    other = data_of(frame.assign(city="Rom"), tmp_path)
+    other.load_state_dict(state)
+    assert "Bern" in other.columns.to_plain()["vocabularies"]["city"]
+    changed = ColumnData(frame, {**FEATURES, "user": Hash(rows=999)}, "y")
+    with pytest.raises(ConfigError, match="the checkpoint was trained with another feature 'user'"):
+        changed.load_state_dict(state)
+
+
+def test_predictions_need_no_labels_and_no_training_data(frame: pd.DataFrame, tmp_path: Path) -> None:
+    state = data_of(frame, tmp_path).state_dict()
+    frame.drop(columns="y").to_parquet(tmp_path / "new.parquet")
+    data = ColumnData(
+        features=FEATURES, label="y", predict=str(tmp_path / "new.parquet"), cache_dir=str(tmp_path / "c")
+    )
+    data.prepare_data()
+    data.setup("predict")
+    data.load_state_dict(state)
+    (batch,) = data.predict_dataloader()
+    assert "label" not in batch
+    assert len(batch["dense"]) == 500
+    with pytest.raises(ConfigError, match="there is no data for train"):
+        data.train_dataloader()
+    with pytest.raises(ConfigError, match="there is no data: set train"):
+        ColumnData(features=FEATURES)
+    with pytest.raises(DataError, match="nothing is prepared. Call prepare_data first"):
+        ColumnData(str(tmp_path / "new.parquet"), FEATURES, cache_dir=str(tmp_path / "d")).setup()
+
+
+def broken(folder: Path, frame: pd.DataFrame, kind: str) -> Path:
+    """Write a bad file after a good one."""
+    frame.to_parquet(folder / "0.parquet")
+    file = folder / "1.parquet"
+    if kind == "column":
+        frame.drop(columns="city").to_parquet(file)
+    elif kind == "type":
+        frame.assign(price="x").to_parquet(file)
+    elif kind == "no parquet":
+        file.write_bytes(b"PAR1" + bytes(100))
+    elif kind == "text":
+        frame.assign(price=["12.5"] * 499 + ["twelve"]).to_csv(folder / "1.csv", index=False)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("column", r"1\.parquet: there is no column 'city', but user, tags"),
+        ("type", r"1\.parquet: column 'price' has the type (large_)?string: number needs numbers"),
+        ("no parquet", r"1\.parquet: .*Parquet"),
+        ("text", r"1\.csv: .*CSV column #3.*twelve"),
+    ],
+)
+def test_a_bad_file_is_named_before_training_by_every_rank(
+    frame: pd.DataFrame, tmp_path: Path, kind: str, message: str
+) -> None:
+    (tmp_path / "in").mkdir()
+    data = ColumnData(str(broken(tmp_path / "in", frame, kind)), FEATURES, "y", cache_dir=str(tmp_path))
+    data.prepare_data()
+    for _ in range(2):  # ranks that did not prepare
+        with pytest.raises(DataError, match=message):
+            ColumnData(str(tmp_path / "in"), FEATURES, "y", cache_dir=str(tmp_path)).setup()
+
+
+def test_bad_bytes_and_values_are_named_by_file_row_group_and_column(frame: pd.DataFrame, tmp_path: Path) -> None:
+    file = tmp_path / "rows.parquet"
+    parquet.write_table(
+        pa.Table.from_pandas(frame), file, row_group_size=100, compression="snappy", use_dictionary=False
+    )
+    data = data_of(str(file), tmp_path / "cache")
+    column = parquet.ParquetFile(file).metadata.row_group(2).column(0)
+    content = bytearray(file.read_bytes())
+    content[column.data_page_offset : column.data_page_offset + 60] = bytes(60)
+    file.write_bytes(content)
+    with pytest.raises(DataError, match=r"rows\.parquet, row group 2, column 'user': "):
+        list(data._loader("train"))
+    required = {**FEATURES, "city": Vocabulary(rows=5, required=True)}
+    bad = ColumnData(frame, required, "y")
+    bad.setup()
+    with pytest.raises(DataError, match="the table, row group 0, column .*'city' has required=True"):
+        list(bad.train_dataloader())
+
+
+def test_impossible_sources_are_refused(tmp_path: Path) -> None:
+    for source, message in (
+        (str(tmp_path / "none.parquet"), "there is no such file"),
+        (str(tmp_path / "*.parquet"), "there is no such file"),
+        (__file__, "the name must end in"),
+    ):
+        with pytest.raises(DataError, match=message):
+            ColumnData(source, FEATURES, "y", cache_dir=str(tmp_path)).prepare_data()
+    with pytest.raises(ConfigError, match="data is a int"):
+        ColumnData(7, FEATURES, "y").setup()
+    with pytest.raises(ConfigError, match="batch_size=0"):
+        ColumnData("x", FEATURES, "y", batch_size=0)
