@@ -27,10 +27,10 @@ class AliasFinder(MetaPathFinder, Loader):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the spec of an alias; None: the name is none, or there is no such module."""
-        package, _, rest = fullname.partition(".")
+        package, _, submodule = fullname.partition(".")
         if package not in ALIASES:
             return None
-        name = f"{ALIASES[package]}.{rest}" if rest else ALIASES[package]
+        name = f"{ALIASES[package]}.{submodule}" if submodule else ALIASES[package]
         return None if find_spec(name) is None else ModuleSpec(fullname, self, origin=name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:

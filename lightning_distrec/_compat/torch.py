@@ -119,7 +119,7 @@ def take_gradient_hooks(parameter: nn.Parameter) -> tuple[dict[int, Callable[[An
     Returns the hooks of `register_post_accumulate_grad_hook`, in the dict from which their handles remove them; and
     what puts all back.
     """
-    taken: list[tuple[Any, int, Any]] = []
+    removed_hooks: list[tuple[Any, int, Any]] = []
     if in_backward_optimizers(parameter):
         from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 
@@ -127,7 +127,7 @@ def take_gradient_hooks(parameter: nn.Parameter) -> tuple[dict[int, Callable[[An
         for handle in param_to_optim_hook_handle_map.get(parameter, []):
             node_hooks = handle.hooks_dict_ref()
             if node_hooks is not None and handle.id in node_hooks:
-                taken.append((node_hooks, handle.id, node_hooks.pop(handle.id)))
+                removed_hooks.append((node_hooks, handle.id, node_hooks.pop(handle.id)))
     tensor: Any = parameter
     hooks = tensor._post_accumulate_grad_hooks or OrderedDict()
     tensor._post_accumulate_grad_hooks = OrderedDict()  # autograd would keep the old ones if it were None
@@ -135,7 +135,7 @@ def take_gradient_hooks(parameter: nn.Parameter) -> tuple[dict[int, Callable[[An
     def put_back() -> None:
         hooks.update(tensor._post_accumulate_grad_hooks)  # those that were registered since
         tensor._post_accumulate_grad_hooks = hooks
-        for node_hooks, key, hook in taken:
+        for node_hooks, key, hook in removed_hooks:
             node_hooks[key] = hook
 
     return hooks, put_back

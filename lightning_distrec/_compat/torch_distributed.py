@@ -76,10 +76,10 @@ def _fsdp_first(metaclass: Any) -> Any:
 
     class FSDPFirst(metaclass):  # type: ignore[misc]
         def mro(cls) -> list[type]:
-            first, *others = super().mro()
+            first, *bases = super().mro()
             if FSDPModule in cls.__bases__:
-                others = [FSDPModule, *(kind for kind in others if kind is not FSDPModule)]
-            return [first, *others]
+                bases = [FSDPModule, *(kind for kind in bases if kind is not FSDPModule)]
+            return [first, *bases]
 
     return FSDPFirst
 

@@ -150,8 +150,8 @@ class PredictionWriter(BasePredictionWriter):
         repeated = None
         for name in keys:
             column = table[name]
-            same = compute.equal(column[1:], column[:-1])
-            repeated = same if repeated is None else compute.and_(repeated, same)
+            is_repeated = compute.equal(column[1:], column[:-1])
+            repeated = is_repeated if repeated is None else compute.and_(repeated, is_repeated)
         first = pyarrow.array([True]) if len(table) else pyarrow.array([], pyarrow.bool_())
         mask = pyarrow.concat_arrays([first, *compute.invert(repeated).chunks])
         table = table.filter(mask)

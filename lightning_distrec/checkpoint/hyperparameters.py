@@ -112,12 +112,12 @@ def load_safely(file: Any, load: Callable[..., Any] = torch.load, **options: Any
             content = load(file, weights_only=True, **options)
     except Exception:
         raise refusal from None
-    others = (
+    other_values = (
         {key: value for key, value in content.items() if key not in HYPERPARAMETERS}
         if type(content) is dict
         else content
     )
-    if next(unread_in(others), None) is not None:
+    if next(unread_in(other_values), None) is not None:
         raise refusal
     return content
 

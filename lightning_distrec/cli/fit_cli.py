@@ -100,16 +100,16 @@ class FitCLI(PlainCheckpointCLI):
         explicit = self._explicit_arguments()
         arguments: Any = (model.get("init_args") if model is not None else None) or Namespace()
         if model is None:
-            taken = stored
+            init_args = stored
         else:
-            taken = {name: stored[name] for name in stored if name in arguments and name not in explicit}
-        taken = {name: value for name, value in taken.items() if model is None or arguments.get(name) != value}
-        if taken or model is None:
+            init_args = {name: stored[name] for name in stored if name in arguments and name not in explicit}
+        init_args = {name: value for name, value in init_args.items() if model is None or arguments.get(name) != value}
+        if init_args or model is None:
             class_path = path if model is None else model.class_path
-            update = {"model": {"class_path": class_path, "init_args": taken}}
+            update = {"model": {"class_path": class_path, "init_args": init_args}}
             self.config = self.parser.parse_object({self.config.subcommand: update}, self.config)
         differing = {name: stored[name] for name in stored if name in explicit and explicit[name] != stored[name]}
-        _log_hyperparameters(checkpoint, taken, {name: (explicit[name], differing[name]) for name in differing})
+        _log_hyperparameters(checkpoint, init_args, {name: (explicit[name], differing[name]) for name in differing})
 
     def _explicit_arguments(self) -> dict[str, Any]:
         """Return the module's arguments that files, options or the environment set."""
@@ -150,9 +150,9 @@ class FitCLI(PlainCheckpointCLI):
             rank_zero_info("Predictions are not kept. Name a file for them: --out predictions.parquet.")
 
 
-def _log_hyperparameters(checkpoint: str, taken: dict[str, Any], differing: dict[str, tuple[Any, Any]]) -> None:
-    if taken:
-        values = ", ".join(f"model.{name}={value!r}" for name, value in taken.items())
+def _log_hyperparameters(checkpoint: str, init_args: dict[str, Any], differing: dict[str, tuple[Any, Any]]) -> None:
+    if init_args:
+        values = ", ".join(f"model.{name}={value!r}" for name, value in init_args.items())
         rank_zero_info(f"From {checkpoint}, as the command line does not set them: {values}.")
     if differing:
         values = ", ".join(f"model.{name}={value!r} (there {other!r})" for name, (value, other) in differing.items())

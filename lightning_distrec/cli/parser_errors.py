@@ -98,7 +98,7 @@ def _modules_near(module: str) -> list[str]:
     spec = importlib.util.find_spec(parent.partition(".")[0]) if parent else None
     folders = [os.getcwd()] if spec is None else list(spec.submodule_search_locations or [])
     prefix = "" if spec is None else f"{parent}."
-    return [prefix + found.name for found in pkgutil.iter_modules(folders)]
+    return [prefix + module.name for module in pkgutil.iter_modules(folders)]
 
 
 def _arguments(path: str) -> list[str]:

@@ -72,8 +72,8 @@ def _without(tokens: list[str], option: str) -> tuple[list[str], str | None]:
         if name == option:
             if not equals and place + 1 == len(tokens):
                 raise ConfigError(f"predict: {option} has no value. {_see('predict')}")
-            rest = tokens[:place] + tokens[place + (1 if equals else 2) :]
-            return rest, value if equals else tokens[place + 1]
+            remaining = tokens[:place] + tokens[place + (1 if equals else 2) :]
+            return remaining, value if equals else tokens[place + 1]
     return tokens, None
 
 
@@ -94,10 +94,10 @@ def _is_number(token: str) -> bool:
 
 
 def _check_option(command: str, option: str, names: Sequence[str]) -> None:
-    first, _, rest = option.partition(".")
+    first, _, keys = option.partition(".")
     if first.rstrip("+") not in names:
         raise ConfigError(f"{command}: there is no option --{option}{did_you_mean(first, names)} {_see(command)}")
-    argument = rest.partition(".")[0].rstrip("+")
+    argument = keys.partition(".")[0].rstrip("+")
     if first == "trainer" and argument and argument not in ("help", *trainer_arguments()):
         near = did_you_mean(argument, trainer_arguments())
         raise ConfigError(f"{command}: the Trainer has no argument '{argument}' (--{option}){near} {_see(command)}")

@@ -108,8 +108,8 @@ class InBackwardSteps:
         self.num_backwards = 0
         """How many backward passes have updated the tables: the steps of all of these optimizers."""
         self._stepping = [(shards[name], o) for name, o in optimizers.items() if not updates[name].in_backward]
-        others = [shard for name, parts in shards.items() if name not in optimizers for shard in parts]
-        self._memory_of_others = {_shared_memory(shard) for shard in others} - {None}
+        other_shards = [shard for name, parts in shards.items() if name not in optimizers for shard in parts]
+        self._memory_of_others = {_shared_memory(shard) for shard in other_shards} - {None}
         self._copies: list[tuple[str, Optimizer, Optimizer]] = []
         """A table, an optimizer whose settings the user may change, and the one that it must be equal to."""
         leaders: dict[str, Optimizer] = {}

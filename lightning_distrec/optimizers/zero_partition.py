@@ -59,8 +59,8 @@ class ZeroPartition:
 def updates_by_parameter(optimizer: Optimizer) -> bool:
     """Whether an optimizer is known to update each parameter from its own gradient and state alone."""
     # torch wraps `step` of each class once more, for its hooks and profiler.
-    known = inspect.unwrap(type(optimizer).step) in [inspect.unwrap(known_class.step) for known_class in KNOWN]
-    return known or not optimizer.param_groups  # Lightning has one without groups where there is no optimizer
+    is_known = inspect.unwrap(type(optimizer).step) in [inspect.unwrap(known_class.step) for known_class in KNOWN]
+    return is_known or not optimizer.param_groups  # Lightning has one without groups where there is no optimizer
 
 
 def check_partitionable(optimizer: Optimizer, sparse: dict[Tensor, str]) -> None:

@@ -264,8 +264,8 @@ class PositionedLoader(Wrapper):
         self.torch_loader, self.sampler_in_use, self.warn = torch_loader, sampler_in_use, warn
         self.start: State | None = None
         self.state = self._beginning()
-        own = (_generator_of(torch_loader), sampler_in_use.generator)
-        self.generators = [one for one in dict.fromkeys(own) if one not in (None, torch.default_generator)]
+        generators = (_generator_of(torch_loader), sampler_in_use.generator)
+        self.generators = [g for g in dict.fromkeys(generators) if g not in (None, torch.default_generator)]
         """Those of the loader, from which workers get seeds, and of the sampler, other than torch's global one."""
         self.states_to_set: list[Any] = []
 

@@ -170,8 +170,8 @@ def _num_threads(table: Table, tensors: list[Tensor]) -> int:
     return max(1, min(torch.get_num_threads(), len(tensors)))
 
 
-def _draw_block(table: Table, seed: int, by_generator: bool, place: tuple[TableShard, Tensor, int]) -> None:
-    """Fill what a shard, with its tensor, holds of a block. by_generator: leave the global generator alone."""
+def _draw_block(table: Table, seed: int, uses_generator: bool, place: tuple[TableShard, Tensor, int]) -> None:
+    """Fill what a shard, with its tensor, holds of a block. uses_generator: leave the global generator alone."""
     (target, tensor, block), (config, name) = place, (table.config, table.full_name)
     fill = initial_rows(table.parameter, config.init_fn)
     start = block * BLOCK_ROWS
@@ -187,7 +187,7 @@ def _draw_block(table: Table, seed: int, by_generator: bool, place: tuple[TableS
     digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
     block_seed, address = int.from_bytes(digest, "little") >> 1, values.data_ptr()
     with torch.no_grad():
-        if by_generator:
+        if uses_generator:
             fill(values, start, generator=torch.Generator().manual_seed(block_seed))
         else:
             # Forked, so that the user's draws go on.

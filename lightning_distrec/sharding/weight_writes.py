@@ -105,8 +105,8 @@ class Write:
             _put(view, rows, *self.arguments)
             return
         arguments, options = [
-            apply_to_collection(given, Tensor, lambda tensor: self.place.narrow(tensor, rows).to(values.device))
-            for given in (self.arguments, self.options)
+            apply_to_collection(written, Tensor, lambda tensor: self.place.narrow(tensor, rows).to(values.device))
+            for written in (self.arguments, self.options)
         ]
         getattr(nn.init if self.name == "trunc_normal_" else Tensor, self.name)(
             view, *arguments, **options, **(generator if self.name in DRAWS | {"trunc_normal_"} else {})

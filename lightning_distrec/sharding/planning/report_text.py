@@ -117,12 +117,12 @@ def replicas_in_words(plan: ShardingPlan) -> str:
 def start_in_words(plan: ShardingPlan) -> str:
     """Return what tables take of the host while ranks start, by how they are built."""
     full, ranks = plan.start_bytes(full=True), max(plan.layout.ranks_by_node)
-    others = f", {format_bytes(int(full[1:].max()))} on others" if len(full) > 1 else ""
+    other_ranks = f", {format_bytes(int(full[1:].max()))} on others" if len(full) > 1 else ""
     tables = sum(table.num_bytes for table in plan.tables.values())
     node = f", {format_bytes(ranks * tables)} on a node of {ranks} that build them" if ranks > 1 else ""
     return (
         f"Host memory for tables while a rank starts: {format_bytes(int(plan.start_bytes(full=False).max()))} if "
-        f"configure_model builds them; if __init__ does, {format_bytes(int(full[0]))} on rank 0{others}{node}"
+        f"configure_model builds them; if __init__ does, {format_bytes(int(full[0]))} on rank 0{other_ranks}{node}"
     )
 
 
@@ -258,8 +258,8 @@ def _types(tables: Sequence[PlannedTable], output_dtype: torch.dtype | None) -> 
     if kinds == ["float32"] and output_dtype is None:
         return ""
     looked_up = "" if output_dtype is None else f" and are looked up as {str(output_dtype).removeprefix('torch.')}"
-    others = "; ".join(f"{kind}: {', '.join(names[kind])}" for kind in kinds[1:])
-    return f"rows are {' or '.join(kinds)}{looked_up}{f' ({others})' if others else ''}"
+    other_tables = "; ".join(f"{kind}: {', '.join(names[kind])}" for kind in kinds[1:])
+    return f"rows are {' or '.join(kinds)}{looked_up}{f' ({other_tables})' if other_tables else ''}"
 
 
 def rank_columns(plan: ShardingPlan) -> list[tuple[str, NDArray[Any], Callable[[float], str]]]:

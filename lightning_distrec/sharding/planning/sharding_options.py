@@ -102,11 +102,11 @@ def estimated_options(
     tables: Sequence[Table], constraints: Mapping[str, TableConstraints], topology: Topology, batch_size: int
 ) -> list[list[EstimatedOption]]:
     """Return the options of each table, in a fixed order. constraints: by full name."""
-    kinds, by_table = sharders(), _for_torchrec(tables, constraints)
+    kinds, requirements = sharders(), _for_torchrec(tables, constraints)
     candidates: list[_Candidate] = []
     for table in tables:
         sharder = next(s for s in kinds if isinstance(table.module, s.module_type))
-        constraint = by_table[table.full_name]
+        constraint = requirements[table.full_name]
         types = set(constraint.sharding_types or []) & set(sharder.sharding_types(topology.compute_device))
         # Sorted, because the search depends on the order of options, and that of a set of strings is random.
         for sharding_type in sorted(types):
@@ -128,7 +128,7 @@ def estimated_options(
                 _candidate(table, sharding_type, kernel, shards, constraint, batch_size) for kernel in sorted(kernels)
             ]
     options_by_table: dict[str, list[EstimatedOption]] = {table.full_name: [] for table in tables}
-    estimated = _estimate(candidates, constraints, by_table, topology, batch_size)
+    estimated = _estimate(candidates, constraints, requirements, topology, batch_size)
     for candidate, option in zip(candidates, estimated, strict=True):
         options_by_table[candidate.table.full_name].append(option)
     return list(options_by_table.values())
@@ -142,14 +142,14 @@ def options_of_plan(
     batch_size: int,
 ) -> list[EstimatedOption]:
     """Return the option that a plan has for each table, with its estimates. Arguments as `estimated_options`."""
-    candidates, by_table = [], _for_torchrec(tables, constraints)
+    candidates, requirements = [], _for_torchrec(tables, constraints)
     for table in tables:
-        planned, constraint = plan.tables[table.full_name], by_table[table.full_name]
+        planned, constraint = plan.tables[table.full_name], requirements[table.full_name]
         sizes, offsets = zip(*((shard.sizes, shard.offsets) for shard in planned.shards), strict=True)
         shards = _number_sizes(sizes, offsets)
         kernel = planned.compute_kernel
         candidates.append(_candidate(table, planned.sharding_type, kernel, shards, constraint, batch_size))
-    return _estimate(candidates, constraints, by_table, topology, batch_size)
+    return _estimate(candidates, constraints, requirements, topology, batch_size)
 
 
 def _for_torchrec(
@@ -192,19 +192,19 @@ def _candidate(
 def _estimate(
     candidates: list[_Candidate],
     constraints: Mapping[str, TableConstraints],
-    by_table: dict[str, ParameterConstraints],
+    requirements: dict[str, ParameterConstraints],
     topology: Topology,
     batch_size: int,
 ) -> list[EstimatedOption]:
     with silence_torchrec():
-        enumerator = EmbeddingEnumerator(topology=topology, batch_size=batch_size, constraints=by_table)
+        enumerator = EmbeddingEnumerator(topology=topology, batch_size=batch_size, constraints=requirements)
         # An empty module: the enumerator lists no options of its own, and only registers the sharders.
         enumerator.enumerate(nn.Module(), sharders())
         enumerator.populate_estimates([candidate.option for candidate in candidates])
     links = make_links(topology)
     return [
         _as_estimated(
-            option, shards, topology, links, constraints[option.name], bool(by_table[option.name].is_weighted)
+            option, shards, topology, links, constraints[option.name], bool(requirements[option.name].is_weighted)
         )
         for _, option, shards in candidates
     ]

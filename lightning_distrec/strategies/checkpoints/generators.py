@@ -41,9 +41,9 @@ def set_generator_states(states: Mapping[str, Any]) -> None:
 
 def check_generator_states(states: Mapping[str, Any]) -> None:
     """Raise what `set_generator_states` would raise."""
-    before = generator_states()
+    states_before = generator_states()
     set_generator_states(states)
-    set_generator_states(before)
+    set_generator_states(states_before)
 
 
 def fingerprint() -> str:
@@ -100,20 +100,20 @@ class HookDraws:
 
     @contextmanager
     def _around(self, trainer: Trainer, hook: str) -> Iterator[None]:
-        before, earlier, is_resumed = generator_states(), fingerprint(), self._saved is not None
+        states_before, earlier, is_resumed = generator_states(), fingerprint(), self._saved is not None
         saved = (self._saved or {}).pop(hook, None)
         if saved is not None and self._has_begun and self._is_due(trainer):
             saved = None  # the run that never stopped makes new loaders here, too
         if saved is not None:
             set_generator_states(saved)
-        self._calls[hook] = saved or before
+        self._calls[hook] = saved or states_before
         yield
         if not (self._has_begun or trainer.sanity_checking or is_resumed):
             self._starts[hook] = generator_states()
         if saved is not None:
             # The sanity check undoes what is drawn in it, and loaders may have been made again, or for the first time,
             # in a later epoch: hooks that come next draw as if this one had been called where the first run called it.
-            set_generator_states(before if self._has_begun else self._starts.get(hook, before))
+            set_generator_states(states_before if self._has_begun else self._starts.get(hook, states_before))
             if self._has_begun:
                 set_reload_epochs(trainer, [None, self._reload_epochs[1]])
         elif is_resumed and not self._has_begun and fingerprint() != earlier:

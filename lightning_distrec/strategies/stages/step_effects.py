@@ -172,7 +172,7 @@ def on_host(value: Any) -> Any:
     apply_to_collection(value, Tensor, lambda tensor: remote.append(tensor) if tensor.device.type != "cpu" else None)
     copies: dict[int, Tensor] = {}
     for dtype in {tensor.dtype for tensor in remote}:
-        same = [tensor for tensor in remote if tensor.dtype == dtype]
-        parts = torch.cat([tensor.detach().reshape(-1) for tensor in same]).cpu().split([t.numel() for t in same])
-        copies |= {id(tensor): part.view(tensor.shape) for tensor, part in zip(same, parts, strict=True)}
+        tensors = [tensor for tensor in remote if tensor.dtype == dtype]
+        parts = torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).cpu().split([t.numel() for t in tensors])
+        copies |= {id(tensor): part.view(tensor.shape) for tensor, part in zip(tensors, parts, strict=True)}
     return apply_to_collection(value, Tensor, lambda tensor: copies.get(id(tensor), tensor.detach()))

@@ -190,7 +190,7 @@ def updates_in_fit(
         parameters, table_optimizers, optimizers, module.automatic_optimization, earlier
     )
     modes = {name: _mode(name, option) for name, option in selection.options.items()}
-    all_optimizers = [*members, *(own.optimizer for own in own_optimizers), *in_backward.values()]
+    all_optimizers = [*members, *(entry.optimizer for entry in own_optimizers), *in_backward.values()]
     updates: dict[str, TableUpdate] = {}
     # Where one process steps in every backward too, nothing that comes between backward and step is an obstacle.
     obstacle = kept_for or obstacle_to_backward_updates(trainer, module, precision)

@@ -55,9 +55,9 @@ def _warn_of_full_tables(tables: list[Table], ranks_on_node: int) -> None:
 
 
 def _message(place: str, needed: int, free: int, tables: list[Table], plan: ShardingPlan) -> str:
-    by_size = sorted(tables, key=lambda table: -table.parameter.nbytes)
+    largest_first = sorted(tables, key=lambda table: -table.parameter.nbytes)
     lines = []
-    for table in by_size[:NUM_LISTED]:
+    for table in largest_first[:NUM_LISTED]:
         rows, columns = table.parameter.shape
         full = "" if table.parameter.is_meta else f"{format_bytes(table.parameter.nbytes)} in full on every rank, "
         shards = format_bytes(float(plan.tables[table.full_name].shard_bytes(updates=True).max()))
