@@ -106,5 +106,5 @@ def value_at(batch: Any, path: str, option: str) -> Any:
 
 def _describe(value: Any) -> str:
     content = ", ".join(map(str, value)) if isinstance(value, Mapping) else ""
-    content = str(len(value)) if isinstance(value, (list, tuple)) else content
+    content = f"{len(value)}: name a position from 0" if isinstance(value, (list, tuple)) else content
     return f"a {type(value).__name__}" + (f" of {content}" if content else "")

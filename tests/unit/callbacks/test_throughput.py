@@ -245,7 +245,7 @@ def test_a_place_that_the_batch_does_not_have_is_refused_with_a_suggestion() -> 
         SampleCounter("labels").count({"ids": torch.ones(9), "label": torch.ones(4)})
     with pytest.raises(ConfigError, match="did you mean 'label'"):
         SampleCounter("labels").count({"ids": torch.ones(9), "label": torch.ones(4)})
-    with pytest.raises(ConfigError, match="there is no '2' in a tuple of 1."):
+    with pytest.raises(ConfigError, match="there is no '2' in a tuple of 1: name a position from 0."):
         SampleCounter("2").count((torch.ones(9),))
 
 

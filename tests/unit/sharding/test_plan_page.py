@@ -48,6 +48,7 @@ class Read(HTMLParser):
         if tag == "img":
             kind, _, data = str(dict(attrs)["src"]).partition("base64,")
             assert kind == "data:image/png;"
+            assert self.open[-1] == "div"  # a picture scrolls by itself on a phone
             self.pictures.append(base64.b64decode(data))
         if tag == "tr":
             self.rows.append([])
