@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table as TextTable
 
 from lightning_distrec.advice.dry_run import DryRun, Edge
+from lightning_distrec.cluster.host_resources import needed_open_files
 from lightning_distrec.sharding.planning.report_text import rank_columns, replicas_in_words, start_in_words
 from lightning_distrec.sharding.planning.sharding_plan import TIME_PARTS, ShardingPlan
 from lightning_distrec.sharding.planning.traffic import TRAFFIC_KINDS
@@ -15,6 +16,8 @@ from lightning_distrec.units import format_bytes, quantity
 
 MAX_LETTERS = 300
 """Length of the reason for what does not fit."""
+PROCESS_BYTES = 300 << 20
+"""Host memory of a rank before any data, measured on CPUs: Python, torch, torchrec and FBGEMM; CUDA takes more."""
 Vector = NDArray[Any]
 
 
@@ -31,6 +34,11 @@ def print_dry_run(result: DryRun, console: Console) -> None:
     if result.plan is not None:
         console.print(_ranks(result.plan))
         console.print(f"{start_in_words(result.plan)}.")
+        files, process_bytes = _processes(result)
+        console.print(
+            f"Processes: {format_bytes(process_bytes)} of host memory a node before any data; a rank opens up to "
+            f"{files:,} files, most of them sockets to other ranks (`ulimit -n`)."
+        )
         if replicas := replicas_in_words(result.plan):
             console.print(f"{replicas}.")
     if result.largest_batch is not None:
@@ -40,6 +48,12 @@ def print_dry_run(result: DryRun, console: Console) -> None:
         console.print(_edge_in_words(f"Minimum nodes of {quantity(job.ranks_on_node, 'rank')}", result.min_nodes))
     console.print(f"{result.planned_with}.")
     console.print(f"Estimated, not measured: {'; '.join(result.assumed)}.")
+
+
+def _processes(result: DryRun) -> tuple[int, int]:
+    """Return how many files a rank may have open, and the bytes that a node's ranks take without tables and data."""
+    backend = "nccl" if result.job.device.type == "cuda" else "gloo"
+    return needed_open_files(result.job.num_ranks, backend), result.job.ranks_on_node * PROCESS_BYTES
 
 
 def _ranks(plan: ShardingPlan) -> TextTable:
@@ -73,6 +87,7 @@ def _short(reason: str) -> str:
 def as_json(result: DryRun) -> dict[str, Any]:
     """Return a dry run as plain values: bytes, milliseconds."""
     job = result.job
+    open_files, process_bytes = _processes(result)
     return {
         "fits": result.fits,
         "why_not": result.misfit or None,
@@ -84,6 +99,8 @@ def as_json(result: DryRun) -> dict[str, Any]:
         "num_tables": result.num_tables,
         "table_bytes": result.table_bytes,
         "ranks": None if result.plan is None else _ranks_as_json(result.plan),
+        "open_files_per_rank": open_files,
+        "process_bytes_per_node": process_bytes,
         "largest_batch": _edge_as_json(result.largest_batch),
         "min_nodes": _edge_as_json(result.min_nodes),
         "planning_seconds": round(result.seconds, 3),

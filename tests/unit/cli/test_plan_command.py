@@ -156,6 +156,11 @@ def test_an_embedding_of_configure_model_is_planned_with_what_ranks_need_while_t
     _, text, _ = run("Plain", "--accelerator", "cpu", "--device-memory", "80GB", "--quick")
     words = "rank starts: 18.6 GiB if configure_model builds them; if __init__ does, 614.7 GiB on rank 0, 596.0 GiB on"
     assert words in " ".join(text.split())
+    assert (report["open_files_per_rank"], report["process_bytes_per_node"]) == (4 * 32 + 256, 8 * 300 << 20)
+    words = (
+        "Processes: 2.3 GiB of host memory a node before any data; a rank opens up to 384 files, most of them sockets"
+    )
+    assert words in " ".join(text.split())
 
 
 def test_tables_in_groups_are_planned_for_one_group(run: Run) -> None:
