@@ -1,7 +1,7 @@
 """Chooses a strategy for a module on a number of ranks with a memory each, and says why."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -86,6 +86,18 @@ MIN_TABLES_SHARE = 0.5
 """Share of the module's memory above which its tables decide."""
 
 
+@dataclass(frozen=True)
+class Link:
+    """What ranks send over: the slowest links between them."""
+
+    name: str
+    bytes_per_second: float
+
+    def in_words(self, sent: float) -> str:
+        """Return how long a rank sends this number of bytes."""
+        return f"{1000 * sent / self.bytes_per_second:,.3g} ms"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Advice:
     """What each strategy needs, which one to take, and why."""
@@ -96,6 +108,9 @@ class Advice:
     reason: str
     notes: list[str]
     """What was assumed, and what was left out."""
+    link: Link | None = None
+    compressed: dict[str, float] = field(default_factory=dict)
+    """Option of ddp_tuned -> bytes that a rank then sends per step, in place of those of its estimate."""
 
     def fits(self, estimate: Estimate) -> bool:
         """Return whether a strategy leaves enough of a rank's memory free."""
@@ -110,6 +125,7 @@ def advise(
     profile: StepProfile | None = None,
     table_settings: TableSettings | None = None,
     options: ChosenOptions | None = None,
+    link: Link | None = None,
 ) -> Advice:
     """Return which strategy to take for this module, which stays as it is; no memory beyond its own is needed.
 
@@ -131,14 +147,55 @@ def advise(
     estimates = estimate_strategies(sizes, job, profile, planned, options.dense)
     stages, stages_notes = estimate_stages(module, sizes, job, settings, profile, device_type, options.stages)
     estimates.append(stages)
-    strategy, reason = _choose(sizes, estimates, job, conversion.min_rows)
+    recomputing = _recompute_under_ddp(module, sizes, job, profile, options.dense)
+    strategy, reason = _choose(sizes, estimates, recomputing, job, conversion.min_rows)
+    compressed = {}
+    if link is not None and options.dense.powersgd is None and options.dense.comm_dtype == "fp32":
+        for option, change in COMPRESSIONS.items():
+            (replicated, *_) = estimate_strategies(sizes, job, profile, planned, replace(options.dense, **change))
+            compressed[option] = replicated.sent_total or 0.0
     start = planned.start if planned is not None else ""
     notes = [*_notes(sizes, job, profile), *filter(None, [start]), *stages_notes, *filter(None, [options.note])]
-    return Advice(job=job, estimates=estimates, strategy=strategy, reason=reason, notes=notes)
+    return Advice(
+        job=job,
+        estimates=estimates,
+        strategy=strategy,
+        reason=reason,
+        notes=notes,
+        link=link,
+        compressed=compressed,
+    )
 
 
-def _choose(sizes: ModuleSizes, estimates: list[Estimate], job: Job, min_rows: int) -> tuple[str, str]:
-    """Return the strategy to take, and the reason as a clause that follows "because"."""
+COMPRESSIONS: dict[str, dict[str, Any]] = {
+    "comm_dtype: bf16": {"comm_dtype": "bf16"},
+    "powersgd: {matrix_rank: 4}": {"powersgd": PowerSGDOptions(matrix_rank=4)},
+}
+
+
+def _recompute_under_ddp(
+    module: LightningModule, sizes: ModuleSizes, job: Job, profile: StepProfile, options: DenseOptions
+) -> str:
+    """Return the option with which ddp_tuned fits, and its memory, in words; "" where it is not known to suffice."""
+    if options.ddp_checkpointing or profile.saved is None:
+        return ""
+    changed = replace(options, ddp_checkpointing=True)
+    try:
+        changed_sizes = replace(sizes, recomputed={DDP: list(changed.ddp_layers(module))})
+    except DistRecError:  # no layer repeats
+        return ""
+    total = estimate_strategies(changed_sizes, job, profile, None, changed)[0].total
+    fits = total <= MAX_MEMORY_SHARE * job.memory_bytes
+    return f"with activation_checkpointing: true it needs {format_bytes(total)}" if fits else ""
+
+
+def _choose(
+    sizes: ModuleSizes, estimates: list[Estimate], recomputing: str, job: Job, min_rows: int
+) -> tuple[str, str]:
+    """Return the strategy to take, and the reason as a clause that follows "because".
+
+    recomputing: how ddp_tuned fits where layers compute their activations again; "": it does not, or is not known to.
+    """
     candidates = {estimate.strategy: estimate for estimate in estimates}
     usable = MAX_MEMORY_SHARE * job.memory_bytes
     memory = f"{MAX_MEMORY_SHARE:.0%} of a rank's {format_bytes(job.memory_bytes)}"
@@ -165,6 +222,9 @@ def _choose(sizes: ModuleSizes, estimates: list[Estimate], job: Job, min_rows: i
     if ddp.total <= usable:
         return DDP, f"the replicated module needs {format_bytes(ddp.total)}, which is within {memory}"
     replicated = f"the replicated module needs {format_bytes(ddp.total)}, more than {memory}"
+    # Recomputing takes time of a rank alone, while FSDP's gathers take the links'.
+    if recomputing and not ddp.refused:
+        return DDP, f"{replicated}; {recomputing}"
     if fsdp.refused:
         sharded = f", but fsdp_tuned refuses it: {fsdp.refused}"
     else:
@@ -264,12 +324,19 @@ def print_advice(advice: Advice, console: Console) -> None:
             continue
         memory = [format_bytes(estimate.memory[use]) if use in estimate.memory else "-" for use in uses]
         sent = "-" if estimate.sent_total is None else format_bytes(estimate.sent_total)
+        sent += f", {advice.link.in_words(estimate.sent_total)}" if advice.link and estimate.sent_total else ""
         text.add_row(name, *memory, format_bytes(estimate.total), _fit(advice, estimate), sent)
     console.print(text)
     for estimate in advice.estimates:
         if estimate.refused:
             console.print(f"{estimate.strategy} refuses the module: {estimate.refused}")
     console.print(f"strategy: {advice.strategy}, because {advice.reason}.")
+    if advice.link is not None and advice.compressed and advice.strategy == DDP:
+        times = ", ".join(f"{advice.link.in_words(sent)} with {option}" for option, sent in advice.compressed.items())
+        console.print(
+            f"Gradients over {advice.link.name}, while backward computes: {times}. Compress them where a step waits "
+            "for them; that changes the numbers."
+        )
 
 
 def _fit(advice: Advice, estimate: Estimate) -> str:
@@ -302,5 +369,7 @@ def as_json(advice: Advice) -> dict[str, Any]:
             }
             for estimate in advice.estimates
         ],
+        "bytes_per_second": advice.link and advice.link.bytes_per_second,
+        "compressed_bytes_per_step": {option: round(sent) for option, sent in advice.compressed.items()},
         "assumed": advice.notes,
     }

@@ -1,4 +1,4 @@
-"""The callback of a measured run: each rank writes the times of its steps and its peak memory to a file."""
+"""The callback of a measured run: the times of all ranks' steps and their peak memory, in a file."""
 
 import json
 import resource
@@ -6,18 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_distrec.callbacks.samples import SampleCounter
 from lightning_distrec.callbacks.steps import Clocked
+from lightning_distrec.cluster.consensus import all_gather_plain
 
 
 class Measures(Clocked):
-    """Writes FOLDER/RANK.json: seconds and samples of each step after the warm-up, and peak memory.
+    """Writes FOLDER/RANK.json: seconds and samples of each step after the warm-up, and peak memory, of all ranks.
 
     Args:
-        folder: the folder, which all ranks share.
+        folder: the folder; other nodes need not see it.
         warmup_steps: number of steps at the start that are not measured.
         samples_from: as in `Throughput`.
     """
@@ -46,6 +48,7 @@ class Measures(Clocked):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Collective. Write what all ranks have measured."""
         self.clock.stop()
         device = trainer.strategy.root_device
         if device.type == "cuda":
@@ -61,4 +64,7 @@ class Measures(Clocked):
             "problem": self._counter.problem,
             "peak_bytes": peak_bytes,
         }
-        (self._folder / f"{trainer.global_rank}.json").write_text(json.dumps(measured))
+        ranks = [measured]
+        if trainer.world_size > 1:
+            ranks = all_gather_plain(measured, dist.new_group(backend="gloo"))
+        (self._folder / f"{trainer.global_rank}.json").write_text(json.dumps(ranks))

@@ -1,16 +1,21 @@
-"""Runs a recipe in turns, each in a process of its own by the console script; prints and draws what ranks measured."""
+"""Runs a recipe in turns, each in processes of its own by the console script; prints and draws what ranks measured.
+
+Under a launcher each of its ranks runs this, and starts its rank of every run.
+"""
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import re
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,10 +29,13 @@ from lightning_distrec.units import format_bytes, quantity
 
 @dataclass(frozen=True)
 class Case:
-    """A strategy on a number of devices."""
+    """A strategy, or a variant of the job, on a number of devices."""
 
     strategy: str
+    """Its name, or that of the fragment."""
     devices: int
+    fragment: str = ""
+    """A YAML that is laid over the job's, in place of a strategy by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +47,11 @@ class BenchOptions:
     warmup_steps: int
     timeout_seconds: float
     samples_from: str | None = None
+    synthetic: int | None = None
+    """Samples per rank and step of random ids, in place of the job's data."""
+    synthetic_ids: int = 1
+    devices_by_node: tuple[int, int] | None = None
+    """Under a launcher: devices on a node, and nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +70,8 @@ class MeasuredRun:
     """Why the number of samples is unknown."""
 
 
-def run(case: Case, options: BenchOptions) -> MeasuredRun:
-    """Run the recipe under one strategy without validation, checkpoints, loggers and callbacks."""
+def run(case: Case, options: BenchOptions, number: int = 0) -> MeasuredRun:
+    """Run the recipe under one strategy without validation, checkpoints, loggers and callbacks. number: of the run."""
     with tempfile.TemporaryDirectory() as folder:
         # A process of its own, so that no process group, GPU memory or patch of a run reaches the next.
         process = subprocess.Popen(
@@ -66,6 +79,7 @@ def run(case: Case, options: BenchOptions) -> MeasuredRun:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
+            env=os.environ | separate_job(os.environ, number),
             # The ranks that it starts belong to the session's process group too, so that all can be killed at once.
             start_new_session=True,
         )
@@ -80,8 +94,29 @@ def run(case: Case, options: BenchOptions) -> MeasuredRun:
             process.communicate()
         if process.returncode:
             return MeasuredRun(failure=failure_in(stderr, process.returncode))
-        files = sorted(Path(folder).glob("*.json"))
-        return summarize([json.loads(file.read_text()) for file in files], case.devices, options.steps)
+        files = list(Path(folder).glob("*.json"))
+        return summarize(json.loads(files[0].read_text()) if files else [], case.devices, options.steps)
+
+
+def separate_job(environ: Mapping[str, str], number: int) -> dict[str, str]:
+    """Return variables by which the ranks of a run meet no rank of another run of the same launcher.
+
+    Collective under torchrun. number: of the run.
+    """
+    if "SLURM_STEP_ID" in environ:
+        return {"SLURM_RESTART_COUNT": str(number)}
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    from torch.distributed import TCPStore  # here, as it loads torch
+
+    # Lightning's own strategies would find the keys of the run before in the store of torchrun's agent.
+    store = TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False)
+    key = f"lightning_distrec/bench/{number}"
+    if environ["RANK"] == "0":
+        with socket.socket() as listener:
+            listener.bind(("", 0))
+            store.set(key, str(listener.getsockname()[1]))
+    return {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": store.get(key).decode()}
 
 
 def arguments(case: Case, options: BenchOptions, folder: str) -> list[str]:
@@ -91,9 +126,8 @@ def arguments(case: Case, options: BenchOptions, folder: str) -> list[str]:
     measures_options = {"folder": folder, "warmup_steps": options.warmup_steps, "samples_from": options.samples_from}
     # These override the YAML: limits other than max_steps are lifted, so that all cases make the same steps.
     trainer: dict[str, object] = {
-        "strategy": case.strategy,
-        "devices": case.devices,
-        "num_nodes": 1,
+        "devices": case.devices if options.devices_by_node is None else options.devices_by_node[0],
+        "num_nodes": 1 if options.devices_by_node is None else options.devices_by_node[1],
         "max_steps": options.warmup_steps + options.steps,
         "max_epochs": -1,
         "max_time": "null",
@@ -106,8 +140,16 @@ def arguments(case: Case, options: BenchOptions, folder: str) -> list[str]:
         "default_root_dir": folder,
         "callbacks": json.dumps([{**measures, "init_args": measures_options}]),
     }
-    configs = [argument for config in options.configs for argument in ("--config", config)]
-    return ["fit", "--debug", *configs, *(f"--trainer.{name}={value}" for name, value in trainer.items())]
+    files = [*options.configs, *([case.fragment] if case.fragment else [])]
+    configs = [argument for config in files for argument in ("--config", config)]
+    if not case.fragment:
+        trainer["strategy"] = case.strategy
+    data = []
+    if options.synthetic is not None:
+        numbers = {"batch_size": options.synthetic, "ids_per_feature": options.synthetic_ids}
+        data = ["--data", "lightning_distrec.bench.synthetic.SyntheticIds"]
+        data += [f"--data.init_args.{name}={value}" for name, value in numbers.items()]
+    return ["fit", "--debug", *configs, *data, *(f"--trainer.{name}={value}" for name, value in trainer.items())]
 
 
 def summarize(ranks: Sequence[dict], devices: int, steps: int) -> MeasuredRun:
@@ -185,14 +227,16 @@ def run_rounds(
 ) -> list[Result]:
     """Run all cases one after the other, `rounds` times: what slows the machine for a while slows all of them."""
     results = [Result(case) for case in cases]
+    numbers = itertools.count()
     for number in range(rounds):
         for result in results:
+            run_number = next(numbers)  # counted alike on all ranks of a launcher, whatever has failed
             # It would fail again, perhaps after the whole timeout.
             if result.failure:
                 continue
             case = result.case
             log(f"round {number + 1} of {rounds}: {case.strategy} on {case.devices}")
-            result.runs.append(run_case(case, options))
+            result.runs.append(run_case(case, options, run_number))
             if result.failure:
                 log(f"  not measured: {result.failure}")
     return results
@@ -303,28 +347,22 @@ def can_draw() -> bool:
 
 
 def draw(results: Sequence[Result], file: Path) -> None:
-    """Draw samples per second, peak memory and efficiency over devices into a file, one line per strategy."""
+    """Draw samples per second, peak memory and efficiency into a file, as a bar for each case."""
     # matplotlib is optional. A Figure without pyplot needs no display, and leaves no figure open.
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    measured = [result for result in reversed(results) if not result.failure]
+    figure = Figure(figsize=(12, 1.2 + 0.3 * len(measured)), layout="constrained")
     panels: list[tuple[str, Callable[[Result], Any]]] = [
         ("samples per second", lambda result: result.samples_per_second),
         ("peak memory per rank, MiB", lambda result: result.peak_bytes / 2**20),
         ("efficiency, %", lambda result: None if (e := efficiency(result, results)) is None else 100 * e),
     ]
-    for axes, (title, number) in zip(figure.subplots(1, len(panels)), panels, strict=True):
-        for strategy in dict.fromkeys(result.case.strategy for result in results):
-            points = [
-                (result.case.devices, value)
-                for result in results
-                if result.case.strategy == strategy and not result.failure and (value := number(result)) is not None
-            ]
-            if points:
-                axes.plot(*zip(*sorted(points), strict=True), marker="o", label=strategy)
+    labels = [f"{result.case.strategy} on {result.case.devices}" for result in measured]
+    colours = [f"C{sorted({r.case.devices for r in results}).index(result.case.devices)}" for result in measured]
+    for axes, (title, number) in zip(figure.subplots(1, len(panels), sharey=True), panels, strict=True):
+        bars = axes.barh(labels, [number(result) or 0 for result in measured], color=colours)
+        axes.bar_label(bars, [f"{value:,.0f}" if (value := number(r)) else "" for r in measured], padding=2, fontsize=8)
+        axes.margins(x=0.15)
         axes.set_title(title)
-        axes.set_xlabel("devices")
-        axes.set_xticks(sorted({result.case.devices for result in results}))
-        axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
-    figure.axes[0].legend()
     figure.savefig(file)

@@ -23,7 +23,7 @@ from lightning_distrec.advice.dry_job import (
     with_counts,
 )
 from lightning_distrec.advice.dry_run import DryRun, dry_run
-from lightning_distrec.advice.strategy_advice import Advice, ChosenOptions, advise, print_advice, read_options
+from lightning_distrec.advice.strategy_advice import Advice, ChosenOptions, Link, advise, print_advice, read_options
 from lightning_distrec.callbacks.samples import SampleCounter
 from lightning_distrec.cli.command_line import EXIT_NEGATIVE, EXIT_OK, check_options, console
 from lightning_distrec.cli.lightning_cli import (
@@ -46,7 +46,7 @@ from lightning_distrec.strategies.estimates.module_sizes import Job
 from lightning_distrec.strategies.estimates.step_profile import StepProfile, profile_step
 from lightning_distrec.strategies.tables.set_up_inputs import TableSettings, is_size
 from lightning_distrec.strategies.torchrec import TorchRecShardedStrategy
-from lightning_distrec.units import describe_error, parse_bandwidth, parse_bytes
+from lightning_distrec.units import describe_error, parse_bandwidth, parse_bytes, quantity
 
 
 def run_advise(options: Namespace) -> int:
@@ -66,6 +66,7 @@ def advise_on(options: Namespace) -> Advice:
     if memory is not None:
         memory = parse_bytes(memory, f"--device-memory {memory!r}")
     hide_upstream_deprecations()
+    bandwidths = _parse_bandwidths(options.bandwidth or [])
     recipe = build_recipe(options.config, MetaRecipeBuilder if options.meta else RecipeBuilder)
     settings, precision = recipe.settings, full_precision_name(recipe.settings.precision)
     device = "cuda" if is_on_gpu(settings.accelerator) else "cpu"
@@ -80,7 +81,11 @@ def advise_on(options: Namespace) -> Advice:
         profile = StepProfile(notes=("no batch was read (--no-batch)",))
     else:
         profile = _profile_first_batch(recipe, precision, strategy_options)
-    return advise(recipe.model, job, settings, device, profile, options=strategy_options)
+    name = "cross_node" if num_nodes > 1 else "intra_node"
+    if others := bandwidths.keys() - {name}:
+        raise ConfigError(f"--bandwidth {min(others)}: of {quantity(num_nodes, 'node')}, advise takes {name}.")
+    link = Link(name, bandwidths[name].bytes_per_second) if bandwidths else None
+    return advise(recipe.model, job, settings, device, profile, options=strategy_options, link=link)
 
 
 def _profile_first_batch(recipe: RecipeBuilder, precision: str, options: ChosenOptions) -> StepProfile:

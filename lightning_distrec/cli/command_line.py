@@ -69,6 +69,8 @@ Adder = Callable[..., object]
 def _advise(add: Adder) -> None:
     add("--meta", action="store_true", help="Build the module without memory; leave activations out.")
     add("--no-batch", action="store_true", help="Read no data; leave activations out.")
+    link = "Estimate times of exchanges over this link, such as cross_node=1GB/s; on one node intra_node."
+    add("--bandwidth", type=str, action="append", help=link)
     add("--json", action="store_true", help="Print JSON with all numbers in bytes.")
 
 
@@ -87,13 +89,18 @@ def _plan(add: Adder) -> None:
 
 
 def _bench(add: Adder) -> None:
-    add("--strategies", type=str, default="ddp_tuned,fsdp_tuned,torchrec_sharded", help="Measure these strategies.")
-    add("--devices", type=str, default="1,2", help="Measure on these numbers of devices.")
+    strategies = "Measure these strategies, and variants: YAML files that are laid over the job's."
+    add("--strategies", type=str, default="ddp_tuned,fsdp_tuned,torchrec_sharded", help=strategies)
+    devices = "Measure on these numbers of devices. Default: 1,2; under srun or torchrun the ranks that these start."
+    add("--devices", type=str | None, help=devices)
     add("--steps", type=int, default=30, help="Measure this many steps of each run.")
     add("--warmup", type=int, default=5, help="Run this many steps before measuring.")
     add("--rounds", type=int, default=3, help="Run each case this many times.")
     add("--timeout", type=float, default=600.0, help="Stop a run after this many seconds.")
     add("--samples-from", type=str | None, help="Count samples in this tensor of the batch, such as label or 0.ids.")
+    synthetic = "In place of the job's data, look up random ids in all tables, for this many samples per rank and step."
+    add("--synthetic", type=int | None, help=synthetic)
+    add("--synthetic-ids", type=int, default=1, help="Draw this many ids for each feature of a sample.")
     add("--out", type=str, default="bench", help="Write results.json and results.png to this folder.")
 
 

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jsonargparse import Namespace
 
@@ -20,8 +21,14 @@ from lightning_distrec.bench.results import (
 from lightning_distrec.cli.command_line import EXIT_NEGATIVE, EXIT_OK, check_options, console, exit_on_sigterm
 from lightning_distrec.cluster.batch_script import BatchJob, batch_script
 from lightning_distrec.errors import ConfigError, did_you_mean
+from lightning_distrec.strategy_names import STRATEGIES
 
-STRATEGIES = ("ddp_tuned", "fsdp_tuned", "torchrec_sharded", "ddp", "auto")
+if TYPE_CHECKING:
+    from lightning_distrec.cluster.launched import Launched
+
+YAML = (".yaml", ".yml")
+NAMES = (*STRATEGIES, "ddp", "ddp_find_unused_parameters_true", "auto")
+"""Strategies that train a module unchanged."""
 
 
 def _log(line: str) -> None:
@@ -30,8 +37,13 @@ def _log(line: str) -> None:
 
 def run_bench(options: Namespace) -> int:
     """Run the command and return its exit code."""
+    from lightning_distrec.cluster.environment import find_launched  # loads torch
+
+    launched = find_launched()
     with exit_on_sigterm():  # so that no run outlives this process
-        results = bench(options)
+        results = bench(options, launched)
+    if launched is not None and launched.rank:
+        return EXIT_OK
     print_results(results, options.steps, console())
     folder = Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -46,9 +58,12 @@ def run_bench(options: Namespace) -> int:
     return EXIT_OK
 
 
-def bench(options: Namespace) -> list[Result]:
-    """Run all cases that the options ask for. Raises ConfigError, before the first run."""
-    check_options(options, "bench", steps=1, warmup=0, rounds=1)
+def bench(options: Namespace, launched: "Launched | None" = None) -> list[Result]:
+    """Run all cases that the options ask for. Raises ConfigError, before the first run.
+
+    launched: this process's place among ranks that a launcher has started; then each of these benches.
+    """
+    check_options(options, "bench", steps=1, warmup=0, rounds=1, synthetic=1, synthetic_ids=1)
     for config in options.config:
         if not Path(config).is_file():
             raise ConfigError(f"--config {config}: there is no such file.")
@@ -60,20 +75,36 @@ def bench(options: Namespace) -> list[Result]:
         warmup_steps=options.warmup,
         timeout_seconds=options.timeout,
         samples_from=options.samples_from,
+        synthetic=options.synthetic,
+        synthetic_ids=options.synthetic_ids,
+        devices_by_node=None if launched is None else (launched.local_num_ranks, launched.num_nodes),
     )
-    strategies, devices = parse_strategies(options.strategies), parse_devices(options.devices)
-    cases = [Case(strategy, number) for strategy in strategies for number in devices]
-    return run_rounds(cases, run_options, options.rounds, _log)
+    strategies, devices = parse_strategies(options.strategies), parse_devices(options.devices or "1,2")
+    if launched is not None:
+        if launched.launcher != "torchrun" and not launched.is_step:
+            raise ConfigError(f"bench: start it by srun, by torchrun or alone, not by {launched.launcher}.")
+        if options.devices:
+            raise ConfigError(f"--devices {options.devices}: {launched.launcher} has started the ranks. Leave it out.")
+        devices = [launched.num_ranks]
+    cases = [
+        Case(Path(name).stem, number, name) if name.endswith(YAML) else Case(name, number)
+        for name in strategies
+        for number in devices
+    ]
+    log = _log if launched is None or launched.rank == 0 else lambda line: None
+    return run_rounds(cases, run_options, options.rounds, log)
 
 
 def parse_strategies(text: str) -> list[str]:
-    """Return the names in "a,b". Raises ConfigError: one is unknown."""
+    """Return the names and YAML files in "a,b.yaml". Raises ConfigError: one is unknown."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
-        if name not in STRATEGIES:
+        if name.endswith(YAML) and not Path(name).is_file():
+            raise ConfigError(f"--strategies {text}: there is no file {name}.")
+        if name not in NAMES and not name.endswith(YAML):
             raise ConfigError(
-                f"--strategies {text}: unknown strategy {name!r}{did_you_mean(name, STRATEGIES)} "
-                f"Use some of {', '.join(STRATEGIES)}, separated by commas."
+                f"--strategies {text}: unknown strategy {name!r}{did_you_mean(name, NAMES)} "
+                f"Use some of {', '.join(NAMES)}, or YAML files to lay over the job's, separated by commas."
             )
     if not names:
         raise ConfigError(f"--strategies {text!r}: name at least one strategy.")

@@ -6,6 +6,7 @@ PICTURE = Path(__file__).parents[2] / "docs/images/decision_tree.svg"
 TREE = (
     ("Tables: over half of the weights' memory,|one of 100,000 rows?", "torchrec_sharded", "dense: fsdp if needed"),
     ("Fits a rank, replicated?", "ddp_tuned", ""),
+    ("... if activations are computed again?", "ddp_tuned", "activation_checkpointing: true"),
     ("Fits a rank, all weights sharded?", "fsdp_tuned", ""),
     ("A chain of blocks whose fullest stage fits?", "pipeline_parallel", ""),
     ("Fits but for activations?", "fsdp_tuned, or ddp_tuned", "activation_checkpointing: auto"),

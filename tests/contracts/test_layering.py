@@ -91,7 +91,7 @@ MAY_IMPORT = {
     "data": {"errors", "atomic_files"},  # for any strategy, and for none
     "advice": BELOW_STRATEGIES | STRATEGIES,
     "serving": BELOW_STRATEGIES | {"data"},
-    "bench": GROUND | {"callbacks"},  # strategies are names to it: it starts processes
+    "bench": BELOW_STRATEGIES | {"callbacks"},  # strategies are names to it: it starts processes
     "cli": BELOW_STRATEGIES
     | STRATEGIES
     | {"callbacks", "advice", "bench", "serving", "data", "__init__"}

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,15 @@ from tests.support.limits import LIMIT_SECONDS
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def bench(folder: Path, *arguments: str) -> tuple[list[dict[str, Any]], str]:
+CONSOLE = (str(Path(sys.executable).parent / "lightning-distrec"),)
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "lightning_distrec")
+
+
+def bench(folder: Path, *arguments: str, program: Sequence[str] = CONSOLE) -> tuple[list[dict[str, Any]], str]:
     """Return the results, and what was printed."""
     done = subprocess.run(
         [
-            *(str(Path(sys.executable).parent / "lightning-distrec"), "bench", *arguments),
+            *(*program, "bench", *arguments),
             *("--steps", "2", "--warmup", "1", "--rounds", "1", "--out", str(folder / "out")),
         ],
         cwd=ROOT,
@@ -67,3 +72,25 @@ def test_a_strategy_that_refuses_the_module_is_a_row_that_gives_the_reason(tmp_p
     assert actual[0]["failure"].startswith("'users' has sparse gradients, which FSDP2 does not reduce.")
     assert actual[1]["failure"] is None
     assert "fsdp_tuned on 1: 'users' has sparse gradients" in text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(4 * LIMIT_SECONDS)
+def test_random_ids_measure_the_tables_of_a_module_without_data_under_a_launcher_too(tmp_path: Path) -> None:
+    model = {"class_path": "tests.support.advised_models.WithBags"}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump({"model": model, "trainer": {"accelerator": "cpu"}}))
+    strategy = {"class_path": "lightning_distrec.TorchRecShardedStrategy", "init_args": {"prefetch": {"depth": 1}}}
+    (tmp_path / "no_prefetch.yaml").write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))
+    cases = f"torchrec_sharded,{tmp_path / 'no_prefetch.yaml'},ddp"
+    arguments = ("--config", str(tmp_path / "job.yaml"), "--synthetic", "64", "--synthetic-ids", "3")
+    actual, text = bench(tmp_path, *arguments, "--strategies", cases, program=TORCHRUN)
+    assert [(row["strategy"], row["devices"], row["failure"]) for row in actual] == [
+        ("torchrec_sharded", 2, None),
+        ("no_prefetch", 2, None),
+        ("ddp", 2, None),
+    ]
+    for row in actual:
+        assert row["samples_per_second"] * row["step_ms"] / 1000 == pytest.approx(2 * 64)
+    assert text.count("Medians over 2 steps") == 1, "one rank prints"
+    actual, text = bench(tmp_path, *arguments, "--strategies", "ddp_tuned", "--devices", "1")
+    assert actual[0]["samples_per_second"] > 0

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_distrec.advice.strategy_advice import Advice, advise, as_json, print_advice
 from lightning_distrec.sharding.plain_embeddings import Conversion
+from lightning_distrec.strategies.estimates.dense_options import DenseOptions, watched_layers
 from lightning_distrec.strategies.estimates.estimate import Estimate, TablesShare, estimate_strategies
 from lightning_distrec.strategies.estimates.module_sizes import Job, measure_module
 from lightning_distrec.strategies.estimates.step_profile import StepProfile, profile_step
@@ -291,6 +292,36 @@ def test_activations_that_do_not_fit_are_to_be_computed_again() -> None:
     assert advice.reason.endswith(
         "activations are 953.7 MiB of it: compute them again in backward (activation_checkpointing: auto)"
     )
+
+
+class Deep(Advised):
+    """Blocks whose activations outweigh their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 64), nn.Linear(64, 1)
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6))
+        )
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.last(self.blocks(self.first(batch.float())))
+
+
+def test_activations_are_computed_again_before_weights_are_sharded() -> None:
+    module = Deep()
+    layers = watched_layers(module, DenseOptions())
+    profile = profile_step(module, torch.zeros(2000, 6), 2000, "32-true", layers=layers)
+    needed = row(advise_on(module, profile), "ddp_tuned").total
+    advice = advise_on(module, profile, memory_bytes=int(needed))
+    assert row(advice, "fsdp_tuned").total > 0.8 * needed, "sharding shards no activations"
+    assert advice.strategy == "ddp_tuned"
+    assert advice.reason.endswith("; with activation_checkpointing: true it needs 10.4 MiB")
+    # Weights that are large too: less than all activations has to go.
+    wide = Deep()
+    wide.last = nn.Linear(64, 100_000)
+    large = profile_step(wide, torch.zeros(20, 6), 20, "32-true", layers=watched_layers(wide, DenseOptions()))
+    assert advise_on(wide, large, memory_bytes=int(row(advise_on(wide), "ddp_tuned").total)).strategy == "fsdp_tuned"
 
 
 def test_the_picture_of_the_rules_is_the_drawn_one() -> None:

@@ -90,10 +90,20 @@ def test_options_of_the_strategy_of_the_yaml_count(run: Run) -> None:
         return next(entry for entry in advice["strategies"] if entry["strategy"] == strategy)
 
     plain = estimate_of("ddp_tuned")
+    link = json.loads(run("Chained", IDS, "--json", "--bandwidth", "intra_node=10MB/s")[1])
+    assert link["bytes_per_second"] == 10**7
+    compressed = link["compressed_bytes_per_step"]
+    assert compressed["comm_dtype: bf16"] * 2 == plain["sent_bytes_per_step"]["dense gradients"]
     half = estimate_of("ddp_tuned", "TunedDDPStrategy", comm_dtype="bf16")
     assert half["sent_bytes_per_step"]["dense gradients"] * 2 == plain["sent_bytes_per_step"]["dense gradients"]
-    squeezed = estimate_of("ddp_tuned", "TunedDDPStrategy", powersgd={"matrix_rank": 1})
-    assert squeezed["sent_bytes_per_step"]["dense gradients"] * 50 < plain["sent_bytes_per_step"]["dense gradients"]
+    squeezed = estimate_of("ddp_tuned", "TunedDDPStrategy", powersgd={"matrix_rank": 4})
+    assert compressed["powersgd: {matrix_rank: 4}"] == squeezed["sent_bytes_per_step"]["dense gradients"]
+    assert squeezed["sent_bytes_per_step"]["dense gradients"] * 20 < plain["sent_bytes_per_step"]["dense gradients"]
+    text = run("Chained", IDS, "--bandwidth", "intra_node=10MB/s")[1]
+    milliseconds = f"{1000 * compressed['comm_dtype: bf16'] / 10**7:,.3g} ms with comm_dtype: bf16"
+    assert f"Gradients over intra_node, while backward computes: {milliseconds}" in " ".join(text.split())
+    code, _, error = run("Chained", IDS, "--bandwidth", "cross_node=1GB/s")
+    assert (code, "--bandwidth cross_node: of 1 node, advise takes intra_node." in error) == (2, True)
     recomputed = estimate_of("ddp_tuned", "TunedDDPStrategy", activation_checkpointing=["blocks"])
     assert recomputed["memory_bytes"]["activations"] < plain["memory_bytes"]["activations"]
     assert recomputed["memory_bytes"]["recomputed"] > 0

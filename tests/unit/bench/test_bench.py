@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,17 @@ def made() -> list[Result]:
 def test_cases_take_turns_and_one_that_fails_is_not_run_again() -> None:
     order: list[Case] = []
 
-    def once(case: Case, options: BenchOptions) -> MeasuredRun:
+    numbers: list[int] = []
+
+    def once(case: Case, options: BenchOptions, number: int) -> MeasuredRun:
         order.append(case)
+        numbers.append(number)
         return MeasuredRun(failure="no") if case is REFUSED else of(case, 1)
 
     logged: list[str] = []
     results = run_rounds([ONE, REFUSED, TWO], OPTIONS, 2, logged.append, once)
     assert order == [ONE, REFUSED, TWO, ONE, TWO]
+    assert numbers == [0, 1, 2, 3, 5], "ranks of a launcher count alike, whatever has failed on one of them"
     assert [result.failure for result in results] == ["", "no", ""]
     assert "  not measured: no" in logged
 
@@ -117,6 +122,17 @@ def test_a_run_is_a_fit_without_checkpoints_loggers_and_callbacks() -> None:
     ]
 
 
+def test_a_variant_is_laid_over_the_job_and_keeps_its_own_strategy() -> None:
+    inputs = arguments(Case("half", 2, "half.yaml"), replace(OPTIONS, synthetic=64, devices_by_node=(1, 2)), "folder")
+    assert inputs[2:8] == ["--config", "a.yaml", "--config", "b.yaml", "--config", "half.yaml"]
+    assert inputs[8:12] == [
+        *("--data", "lightning_distrec.bench.synthetic.SyntheticIds"),
+        *("--data.init_args.batch_size=64", "--data.init_args.ids_per_feature=1"),
+    ]
+    assert {"--trainer.devices=1", "--trainer.num_nodes=2"} <= set(inputs)
+    assert not [option for option in inputs if "strategy" in option]
+
+
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
@@ -156,6 +172,8 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.
         (("--config", "a.yaml", "--timeout", "0"), "--timeout 0: must be above 0 seconds."),
         (("--config", "a.yaml", "--devices", "1,x"), "--devices '1,x': give numbers above 0, separated by commas"),
         (("--config", "a.yaml", "--strategies", "ddp_tuend"), "unknown strategy 'ddp_tuend'; did you mean 'ddp_tuned'"),
+        (("--config", "a.yaml", "--strategies", "b.yaml"), "--strategies b.yaml: there is no file b.yaml."),
+        (("--config", "a.yaml", "--synthetic", "0"), "--synthetic 0: must be at least 1."),
         (("--config", "a.yaml", "--strategies", ","), "--strategies ',': name at least one strategy."),
     ],
 )
