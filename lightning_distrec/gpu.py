@@ -1,8 +1,10 @@
 """What is done on GPUs only. Not run on a GPU yet."""
 
-from collections import Counter
+import importlib.util
+from collections import Counter, deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import pairwise
 
 import torch
 from torch.distributed import Store
@@ -41,6 +43,42 @@ class HostCopy:
                 self._arrived.synchronize()
             self._numbers = self._tensor.tolist()
         return self._numbers
+
+
+class DeviceTimes:
+    """Times of phases of a step on a GPU, read once the device has passed them: a step or more late, without a wait."""
+
+    def __init__(self) -> None:
+        self._running: list[tuple[str, torch.cuda.Event]] = []
+        self._pending: deque[list[tuple[str, torch.cuda.Event]]] = deque()
+
+    def begin(self) -> None:
+        """Begin a step, and its first phase."""
+        self._running = []
+        self.end("begin")
+
+    def end(self, phase: str) -> None:
+        """End a phase, and begin the next."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._running.append((phase, event))
+
+    def end_step(self) -> dict[str, float]:
+        """End the step; return phase -> seconds of the earliest unread one, {} where the device is still at it."""
+        self._pending.append(self._running)
+        self._running = []
+        if not all(event.query() for _, event in self._pending[0]):
+            return {}
+        events = self._pending.popleft()
+        return {phase: earlier.elapsed_time(event) / 1000 for (_, earlier), (phase, event) in pairwise(events)}
+
+
+def gpu_use(device: torch.device) -> int | None:
+    """Return for how many percent of the last moments a GPU was in use; None: on a CPU, or pynvml does not know."""
+    if is_gpu(device) and importlib.util.find_spec("pynvml"):
+        with suppress(Exception):  # of pynvml, where a driver or a container has no such number
+            return torch.cuda.utilization(device)
+    return None
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from lightning_distrec.callbacks.rank_records import (
 from lightning_distrec.callbacks.samples import SampleCounter
 from lightning_distrec.callbacks.steps import Clocked, LogTimes, log, seconds_by_span
 from lightning_distrec.errors import ConfigError
+from lightning_distrec.gpu import DeviceTimes, gpu_use, is_gpu
+from lightning_distrec.spans import BACKWARD, FORWARD, Span, subscribe
 from lightning_distrec.units import format_ranks
 
 WAIT_SECONDS = 60.0
@@ -37,9 +40,10 @@ _fits = itertools.count()
 class RankMonitor(Clocked):
     """Logs what all ranks do, warns of stragglers, and sums the fit up as a table and as run_summary.json.
 
-    Each rank measures its steps with the host's clock. When Lightning logs, it leaves a record in the process group's
-    store, and rank 0 logs the latest ones of all ranks: no collective is added, and nothing waits for a GPU. With
-    `Communication` among the callbacks the summary has the bytes sent.
+    Each rank measures its steps with the host's clock, and on a GPU forward and backward by events that are read later.
+    When Lightning logs, it leaves a record in the process group's store, and rank 0 logs the latest ones of all ranks:
+    no collective is added, and nothing waits for a GPU. With `Communication` among the callbacks the summary has the
+    bytes sent.
 
     Args:
         straggler_share: a rank is a straggler if its own time, without waits for ranks and without backward, is above
@@ -54,6 +58,8 @@ class RankMonitor(Clocked):
         self._log_times = LogTimes()
         self._share, self._counter = straggler_share, SampleCounter(samples_from, "RankMonitor")
         self._latest, self._fit = Totals(), Totals()
+        self._device_times: DeviceTimes | None = None
+        self._stop_timing: Callable[[], None] = lambda: None
         self._board: RecordBoard
         self._folder: str | None = None
         self._named: set[int] = set()
@@ -69,7 +75,20 @@ class RankMonitor(Clocked):
         self._board = RecordBoard(f"lightning_distrec/ranks/{next(_fits)}/", trainer.global_rank)
         # Every rank asks for it, although rank 0 alone writes there: the property is a collective.
         self._folder = trainer.log_dir  # Lightning broadcasts it
+        # By hand, backward runs inside of training_step, so that phases do not follow each other.
+        if is_gpu(trainer.strategy.root_device) and pl_module.automatic_optimization:
+            self._device_times = DeviceTimes()
+            self._stop_timing = subscribe(self._end_phase)
         self.clock.start()
+
+    def _end_phase(self, span: Span) -> None:
+        if self._device_times is not None and span.name in (FORWARD, BACKWARD):
+            self._device_times.end(span.name)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._device_times is not None:
+            self._device_times.begin()
 
     @override
     def on_train_batch_end(
@@ -77,11 +96,13 @@ class RankMonitor(Clocked):
     ) -> None:
         if not self.clock.running:
             return
+        device_seconds = {} if self._device_times is None else self._device_times.end_step()
         samples = self._counter.count(batch) or 0
         step = self.clock.end()
         span_seconds = seconds_by_span(step)
         for totals in (self._latest, self._fit):
             totals.add(step.seconds, step.cpu_seconds, samples, span_seconds)
+            totals.add_device(device_seconds)
         if self._log_times.due(trainer):
             self._put(trainer, "latest")
             self._latest = Totals()
@@ -92,7 +113,7 @@ class RankMonitor(Clocked):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the last record; rank 0 waits for those of all ranks, at most WAIT_SECONDS."""
-        self.clock.stop()
+        self.stop()
         if not self._fit.steps:
             return
         self._put(trainer, "last")
@@ -125,9 +146,25 @@ class RankMonitor(Clocked):
             except OSError as error:
                 rank_zero_warn(f"RankMonitor: the summary cannot be written to {file}: {error}.")
 
+    @override
+    def stop(self) -> None:
+        super().stop()
+        self._stop_timing()
+        self._device_times = None
+
     def _put(self, trainer: Trainer, kind: str) -> None:
-        memory = memory_of_rank(trainer.strategy.root_device)
-        self._board.put(RankRecord(trainer.global_rank, self._latest, self._fit, memory=memory), kind)
+        device = trainer.strategy.root_device
+        record = RankRecord(
+            trainer.global_rank,
+            self._latest,
+            self._fit,
+            node=trainer.node_rank,
+            local_rank=trainer.local_rank,
+            device=str(device),
+            gpu_use=gpu_use(device),
+            memory=memory_of_rank(device),
+        )
+        self._board.put(record, kind)
 
     def _log(self, trainer: Trainer, records: list[RankRecord]) -> None:
         log(trainer, rank_numbers(records))
@@ -135,8 +172,8 @@ class RankMonitor(Clocked):
         # Once a fit for each rank: a slow host stays slow, and would fill the log.
         if new := sorted(set(slow) - self._named):
             self._named |= set(new)
-            hosts = ", ".join(sorted({record.host for record in records if record.rank in new}))
+            places = ", ".join(sorted({record.place for record in records if record.rank in new}))
             rank_zero_warn(
-                f"RankMonitor: rank {format_ranks(new)} on {hosts} took more time of its own than the others, by more "
+                f"RankMonitor: rank {format_ranks(new)} on {places} took more time of its own than the others, by more "
                 f"than {self._share:.0%} of a step; they wait for it. Look at its dataloader, and what else runs there."
             )

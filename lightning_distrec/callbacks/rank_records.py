@@ -23,6 +23,7 @@ from lightning_distrec.units import format_bytes, format_ranks
 # What waits for other ranks. A wait for data is a rank's own time: its loader is slow.
 WAITS_FOR_RANKS = (WAIT_INPUT_DIST, WAIT_OUTPUT_DIST, WAIT_CONTROL_MESSAGE)
 MAX_SHOWN_RANKS = 16
+WIDTH = 160
 
 
 @dataclass
@@ -34,6 +35,16 @@ class Totals:
     cpu_seconds: float = 0.0
     samples: int = 0
     seconds_by_span: dict[str, float] = field(default_factory=dict)
+    device_steps: int = 0
+    """Steps whose times on a GPU were read."""
+    device_seconds: dict[str, float] = field(default_factory=dict)
+    """Phase -> sum of these."""
+
+    def add_device(self, seconds: dict[str, float]) -> None:
+        """Add a step's times on a GPU; {}: none was read."""
+        self.device_steps += bool(seconds)
+        for phase, spent in seconds.items():
+            self.device_seconds[phase] = self.device_seconds.get(phase, 0.0) + spent
 
     def add(self, seconds: float, cpu_seconds: float, samples: int, seconds_by_span: dict[str, float]) -> None:
         """Add a step."""
@@ -61,7 +72,8 @@ class Totals:
     def times(self) -> dict[str, float]:
         """Return milliseconds per step by name."""
         seconds = {"step": self.seconds, "own": self.own, "wait": self.waited, "host_cpu": self.cpu_seconds}
-        return {f"{name}_ms": self.ms(spent) for name, spent in seconds.items()}
+        device = {f"device_{k}_ms": 1000 * spent / self.device_steps for k, spent in self.device_seconds.items()}
+        return {f"{name}_ms": self.ms(spent) for name, spent in seconds.items()} | device
 
 
 @dataclass
@@ -72,10 +84,25 @@ class RankRecord:
     latest: Totals
     fit: Totals
     host: str = field(default_factory=socket.gethostname)
+    node: int = 0
+    local_rank: int = 0
+    device: str = ""
+    gpu_use: int | None = None
+    """Percent of the time before the record in which the GPU was in use; None: unknown."""
     memory: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def place(self) -> str:
+        """Where the rank is, in words."""
+        return f"{self.host} (node {self.node}, local rank {self.local_rank}, {self.device})"
+
+    @property
+    def text(self) -> str:
+        """The record as JSON, because pickle runs what it reads."""
+        return json.dumps(asdict(self))
+
     @classmethod
-    def read(cls, text: bytes) -> "RankRecord":
+    def read(cls, text: str | bytes) -> "RankRecord":
         """Return a record that was written as JSON."""
         fields: dict[str, Any] = json.loads(text)
         return cls(**{**fields, "latest": Totals(**fields["latest"]), "fit": Totals(**fields["fit"])})
@@ -106,8 +133,8 @@ class RecordBoard:
 
     def put(self, record: RankRecord, kind: str) -> None:
         """Leave a record of a kind, in place of the one before."""
-        # Setting a key waits for no other rank, as a collective would. JSON, because pickle runs what it reads.
-        self._store.set(self._key(kind, self._rank), json.dumps(asdict(record)))
+        # Setting a key waits for no other rank, as a collective would.
+        self._store.set(self._key(kind, self._rank), record.text)
 
     def records(self, kind: str, wait_seconds: float = 0.0) -> list[RankRecord]:
         """Return the records that are there, after at most `wait_seconds` until all are."""
@@ -142,9 +169,12 @@ def stragglers(totals: Sequence[Totals], share: float) -> list[int]:
 def rank_numbers(records: Sequence[RankRecord]) -> dict[str, float]:
     """Return name -> number for loggers, from the ranks' latest records."""
     rows = [record.latest.times() | {f"{k}_bytes": float(v) for k, v in record.memory.items()} for record in records]
+    for row, record in zip(rows, records, strict=True):
+        row |= {} if record.gpu_use is None else {"gpu_use_percent": float(record.gpu_use)}
     numbers: dict[str, float] = {}
     for name in rows[0]:
-        values = [row[name] for row in rows]
+        # The device of another rank may not have passed a step yet.
+        values = [row[name] for row in rows if name in row]
         numbers |= {f"ranks/{name}_max": max(values), f"ranks/{name}_mean": mean(values)}
     return numbers | {"ranks/slowest_rank": float(_slowest([record.latest for record in records], records))}
 
@@ -162,6 +192,7 @@ def summarize_ranks(records: Sequence[RankRecord], missing: Sequence[int], share
     spans = dict.fromkeys(name for fit in fits for name in fit.seconds_by_span)
     span_ms = {name: mean(fit.ms(fit.seconds_by_span.get(name, 0.0)) for fit in fits) for name in spans}
     step = mean(fit.ms(fit.seconds) for fit in fits)
+    nodes = sorted({record.node for record in records})
     return {
         "ranks": len(records) + len(missing),
         "ranks_without_record": list(missing),
@@ -172,11 +203,27 @@ def summarize_ranks(records: Sequence[RankRecord], missing: Sequence[int], share
         "ms_per_step": {**span_ms, "other": step - sum(span_ms.values())} if span_ms else {},
         "slowest_rank": _slowest(fits, records),
         "stragglers": [records[place].rank for place in stragglers(fits, share)],
+        "by_node": [_sum_up_node([record for record in records if record.node == node]) for node in nodes],
         "by_rank": [
-            {"rank": record.rank, "host": record.host, "steps": record.fit.steps, "samples": record.fit.samples}
+            {name: getattr(record, name) for name in ("rank", "host", "node", "local_rank", "device", "gpu_use")}
+            | {"steps": record.fit.steps, "samples": record.fit.samples}
             | {**record.fit.times(), "memory_bytes": record.memory}
             for record in records
         ],
+    }
+
+
+def _sum_up_node(records: Sequence[RankRecord]) -> dict[str, Any]:
+    """Return what a node's ranks have trained and taken, as plain values."""
+    fits = [record.fit for record in records]
+    seconds = max(fit.seconds for fit in fits)
+    return {
+        "node": records[0].node,
+        "host": records[0].host,
+        "ranks": [record.rank for record in records],
+        "samples_per_second": sum(fit.samples for fit in fits) / seconds if seconds else 0.0,
+        "own_ms": mean(fit.times()["own_ms"] for fit in fits),
+        "memory_bytes": {name: sum(record.memory.get(name, 0) for record in records) for name in records[0].memory},
     }
 
 
@@ -192,15 +239,24 @@ def print_summary(summary: dict[str, Any]) -> None:
         + (f"; stragglers: rank {format_ranks(summary['stragglers'])}" if summary["stragglers"] else ""),
         *([f"no record of rank {format_ranks(missing)}"] if (missing := summary["ranks_without_record"]) else []),
     ]
+    for node in summary["by_node"] if len(summary["by_node"]) > 1 else ():
+        memory = format_bytes(node["memory_bytes"]["process"])
+        speed = f"{node['samples_per_second']:,.0f} samples/s, {node['own_ms']:.1f} ms of their own"
+        lines.append(f"node {node['node']} ({node['host']}): rank {format_ranks(node['ranks'])}, {speed}, {memory}")
     rows = summary["by_rank"]
     if len(rows) > MAX_SHOWN_RANKS:
         rows = sorted(rows, key=lambda row: -row["own_ms"])[:MAX_SHOWN_RANKS]
         lines.append(f"{MAX_SHOWN_RANKS} of {summary['ranks']} ranks are shown, those with most time of their own")
     title = f"Fit over {summary['ranks']} ranks" if summary["ranks"] > 1 else "Fit"
     text = TextTable(title=title, title_justify="left", caption="\n".join(lines), caption_justify="left")
-    for heading in ("rank", "host", "step ms", "own ms", "wait ms", "cpu ms", *rows[0]["memory_bytes"]):
-        text.add_column(heading.replace("_", " "), justify="left" if heading == "host" else "right")
+    times = [name for name in rows[0] if name.endswith("_ms")]
+    headings = [name.replace("_ms", " ms").replace("host_", "") for name in times]
+    for heading in ("rank", "host", "node", "local", "device", *headings, *rows[0]["memory_bytes"]):
+        text.add_column(heading.replace("_", " "), justify="left" if heading in ("host", "device") else "right")
     for row in rows:
-        times = (f"{row[name]:.1f}" for name in ("step_ms", "own_ms", "wait_ms", "host_cpu_ms"))
-        text.add_row(str(row["rank"]), row["host"], *times, *map(format_bytes, row["memory_bytes"].values()))
-    Console().print(text)
+        place = (str(row[name]) for name in ("rank", "host", "node", "local_rank", "device"))
+        milliseconds = (f"{row[name]:.1f}" if name in row else "" for name in times)
+        text.add_row(*place, *milliseconds, *map(format_bytes, row["memory_bytes"].values()))
+    # Where the output is no terminal rich assumes 80 columns, which would fold most of them.
+    console = Console()
+    (console if console.is_terminal else Console(width=WIDTH)).print(text)

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_distrec.errors import VersionError
-from lightning_distrec.gpu import require_kernels
+from lightning_distrec.gpu import DeviceTimes, gpu_use, require_kernels
 
 CUDA = torch.device("cuda", 0)
 NO_IMAGE = RuntimeError("CUDA error: no kernel image is available for execution on the device")
@@ -37,3 +37,49 @@ def test_other_errors_of_the_gpu_are_not_taken_for_a_missing_kernel(monkeypatch:
     with FakeTensorMode(), pytest.raises(RuntimeError, match="^out of memory$"):
         require_kernels(CUDA)
     require_kernels(torch.device("cpu"))
+
+
+class FakeEvent:
+    """An event of a device that runs behind the host; to wait for one is an AttributeError."""
+
+    queued: list["FakeEvent"] = []
+    num_passed = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.place = len(self.queued)
+        self.queued.append(self)
+
+    def query(self) -> bool:
+        return self.place < FakeEvent.num_passed
+
+    def elapsed_time(self, later: "FakeEvent") -> float:
+        assert later.query()
+        return 1000.0 * (later.place**2 - self.place**2)
+
+
+def test_times_of_a_device_are_read_in_order_once_it_has_passed_their_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(FakeEvent, "queued", [])
+    times, read = DeviceTimes(), []
+    for num_passed in (2, 5, 5, 12):  # three events in each step
+        times.begin()
+        times.end("forward")
+        times.end("backward")
+        monkeypatch.setattr(FakeEvent, "num_passed", num_passed)
+        read.append(times.end_step())
+    first, second = {"forward": 1.0, "backward": 4.0 - 1.0}, {"forward": 16.0 - 9.0, "backward": 25.0 - 16.0}
+    assert read == [{}, first, {}, second]
+
+
+def test_the_use_of_a_gpu_is_left_out_where_it_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gpu_use(torch.device("cpu")) is None
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: 71)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert gpu_use(CUDA) is None
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert gpu_use(CUDA) == 71
+    monkeypatch.setattr(torch.cuda, "utilization", failing(RuntimeError("NVML: not supported")))
+    assert gpu_use(CUDA) is None

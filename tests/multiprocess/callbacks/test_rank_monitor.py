@@ -65,7 +65,10 @@ def test_the_slow_rank_is_named_and_the_others_wait(actual: dict[str, Any]) -> N
     assert first["wait_ms"] > second["wait_ms"]
     assert first["step_ms"] == pytest.approx(second["step_ms"], rel=0.3)
     assert (
-        sum("rank 1 on" in text and "took more time of its own" in text for text in actual["ranks"][0]["all"]["warned"])
+        sum(
+            "rank 1 on" in text and "(node 0, local rank 1, cpu) took" in text and "took more time of its own" in text
+            for text in actual["ranks"][0]["all"]["warned"]
+        )
         == 1
     )
     assert actual["ranks"][1]["all"]["summary"] == {}
@@ -82,7 +85,14 @@ def test_the_summary_counts_all_ranks_and_is_written_beside_the_logs(actual: dic
     assert summary["bytes_sent_per_step"]["rows"] > 0
     exchanges = summary["exchanges_per_step"]
     assert exchanges["rows"] == 1
-    for row in summary["by_rank"]:
+    (node,) = summary["by_node"]
+    assert (node["node"], node["ranks"]) == (0, [0, 1])
+    assert node["samples_per_second"] == pytest.approx(summary["samples_per_second"])
+    assert node["memory_bytes"]["process"] == sum(row["memory_bytes"]["process"] for row in summary["by_rank"])
+    for rank, row in enumerate(summary["by_rank"]):
+        assert (row["rank"], row["node"], row["local_rank"], row["device"]) == (rank, 0, rank, "cpu")
+        assert row["gpu_use"] is None
+        assert not [name for name in row if name.startswith("device_")], "a CPU has no events"
         assert 0 < row["memory_bytes"]["process"] <= row["memory_bytes"]["process_peak"]
         assert 0 < row["host_cpu_ms"] < 2 * row["step_ms"]
     written = next(Path(actual["folder"], "all").rglob("run_summary.json"))
