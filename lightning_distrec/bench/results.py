@@ -243,15 +243,25 @@ def run_rounds(
 
 
 def efficiency(result: Result, results: Sequence[Result]) -> float | None:
-    """Return samples per second and device, relative to the same strategy on the smallest number of devices."""
-    measured = [r for r in results if r.case.strategy == result.case.strategy and not r.failure]
-    if result.failure or len(measured) < 2:
+    """Return samples per second and device, relative to the same strategy on the smallest number of devices.
+
+    A strategy that was measured on one number alone, as a pipeline may be, is compared with the fastest on fewer.
+    """
+    measured = [r for r in results if not r.failure and r.samples_per_second]
+    if result not in measured:
         return None
-    # It need not be one device, where the module may not fit.
-    first = min(measured, key=lambda r: r.case.devices)
-    if not first.samples_per_second or not result.samples_per_second:
-        return None
-    return result.samples_per_second / result.case.devices / (first.samples_per_second / first.case.devices)
+    # The smallest need not be one device, where the module may not fit.
+    first = min((r for r in measured if r.case.strategy == result.case.strategy), key=lambda r: r.case.devices)
+    if sum(r.case.strategy == result.case.strategy for r in measured) == 1:
+        fewest = min(r.case.devices for r in measured)
+        if fewest == result.case.devices:
+            return None
+        first = max((r for r in measured if r.case.devices == fewest), key=_speed)
+    return _speed(result) / _speed(first)
+
+
+def _speed(result: Result) -> float:
+    return (result.samples_per_second or 0.0) / result.case.devices
 
 
 def as_json(results: Sequence[Result]) -> list[dict[str, Any]]:

@@ -120,6 +120,12 @@ def _slurm(add: Adder) -> None:
     add("--account", type=str, default="", help="Charge this account; empty: Slurm's default.")
     add("--signal-seconds", type=int, default=120, help="Save a checkpoint this many seconds before the time limit.")
     add("--job-name", type=str, default="", help="Name the job; empty: the folder of the first YAML file.")
+    add(
+        "--output",
+        type=str,
+        default="%x-%j.out",
+        help="Write the log to this file, as in sbatch: %%x is the job's name.",
+    )
     add("--error", type=str, default="", help="Write stderr to this file, as in sbatch; empty: into the log.")
     add("--setup", type=str, action="append", help='Run this line first: "module load cuda"; repeat for others.')
     add("--sbatch", type=str, action="append", help='Add this option, such as "qos=high"; repeat for others.')

@@ -24,6 +24,7 @@ class BatchJob:
     account: str = ""
     signal_seconds: int = 120
     job_name: str = ""
+    output: str = "%x-%j.out"
     error: str = ""
     setup: tuple[str, ...] = ()
     sbatch: tuple[str, ...] = ()
@@ -71,7 +72,7 @@ def batch_script(job: BatchJob) -> str:
         "account": job.account,
         # Without "B:" Slurm signals the steps, where the ranks are, and not the shell of the script.
         "signal": f"USR1@{job.signal_seconds}",
-        "output": "%x-%j.out",
+        "output": job.output,
         "error": job.error,
         # By default a requeued job truncates the log of its earlier starts.
         "open-mode": "append",

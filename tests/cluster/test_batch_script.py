@@ -62,11 +62,24 @@ def test_several_files_overrides_and_lines_of_the_site_are_in_it(
 ) -> None:
     (second_config := tmp_path / "more.yaml").write_text("trainer: {num_nodes: 2}")
     sizes = ("--nodes=2", "--ranks-per-node=4", "--cpus-per-rank=3")
-    site = ("--setup=module load cuda", "--setup=conda activate a", "--sbatch=qos=high", "--error=%x.err")
+    site = (
+        "--setup=module load cuda",
+        "--setup=conda activate a",
+        "--sbatch=qos=high",
+        "--error=%x.err",
+        "--output=logs/%j",
+    )
     arguments = (*sizes, *site, "--launcher=torchrun", f"--config={second_config}", "--", "--trainer.max_epochs=3")
     assert _write(*arguments, folder=tmp_path) == 0
     script = capsys.readouterr().out
-    for line in ("ntasks-per-node=1", "gpus-per-node=4", "cpus-per-task=12", "error=%x.err", "qos=high"):
+    for line in (
+        "ntasks-per-node=1",
+        "gpus-per-node=4",
+        "cpus-per-task=12",
+        "error=%x.err",
+        "output=logs/%j",
+        "qos=high",
+    ):
         assert f"#SBATCH --{line}\n" in script
     assert script.index("module load cuda\nconda activate a\n") < script.index("doctor")
     assert f"cpu.yaml' --config {second_config} --trainer.max_epochs=3\n" in script
