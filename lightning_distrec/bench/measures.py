@@ -30,7 +30,7 @@ class Measures(Clocked):
         self._warmup_steps = warmup_steps
         self._counter = SampleCounter(samples_from)
         self._seconds: list[float] = []
-        self._samples: list[int | None] = []
+        self._samples: list[float | None] = []
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -43,8 +43,12 @@ class Measures(Clocked):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._seconds.append(self.clock.end().seconds)
+        count = self._counter.count(batch)
+        # Ranks of a pipeline share a batch.
+        sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+        share = sampler.get("num_replicas", trainer.world_size) / trainer.world_size
         # None where the number is unknown: the run has times all the same.
-        self._samples.append(self._counter.count(batch))
+        self._samples.append(None if count is None else count * share)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

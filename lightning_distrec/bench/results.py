@@ -245,7 +245,7 @@ def run_rounds(
 def efficiency(result: Result, results: Sequence[Result]) -> float | None:
     """Return samples per second and device, relative to the same strategy on the smallest number of devices.
 
-    A strategy that was measured on one number alone, as a pipeline may be, is compared with the fastest on fewer.
+    A strategy that was measured on one number alone, as a pipeline may be, is compared with the first one on fewer.
     """
     measured = [r for r in results if not r.failure and r.samples_per_second]
     if result not in measured:
@@ -256,7 +256,7 @@ def efficiency(result: Result, results: Sequence[Result]) -> float | None:
         fewest = min(r.case.devices for r in measured)
         if fewest == result.case.devices:
             return None
-        first = max((r for r in measured if r.case.devices == fewest), key=_speed)
+        first = next(r for r in measured if r.case.devices == fewest)
     return _speed(result) / _speed(first)
 
 
