@@ -81,6 +81,7 @@ MAY_IMPORT = {
     "strategies": BELOW_STRATEGIES | STRATEGIES,
     "callbacks": {
         "errors",
+        "gpu",
         "units",
         "_compat",
         "spans",
