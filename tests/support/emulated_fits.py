@@ -12,15 +12,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 
+from lightning_distrec import PipelineParallelStrategy
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from tests.benchmarks.performance_contenders import ByHandPrefetched, Turn
 from tests.benchmarks.performance_model import Batches
+from tests.support.chain_models import CHAINS
 from tests.support.click_model import FEATURES, ClickModel, SequenceModel, bag_configs, make_batch, seeded
 from tests.support.emulated_streams import emulated_streams
 from tests.support.mapped_models import ManagedModel, loader
 from tests.support.ranks import rank_and_num_ranks
-from tests.support.trainers import make_trainer
+from tests.support.trainers import DEFAULTS, make_trainer
 
 STEPS = 12
 
@@ -174,6 +176,21 @@ def _emulate(
         trainer.fit(model, DataLoader(batches, batch_size=None))
     ahead = str(trainer.strategy.lookups_ahead.get("training 0"))  # type: ignore[attr-defined]
     return sorted(set(streams.reports.hazards)), streams.reports.waits, ahead
+
+
+def emulate_pipeline_fit(kind: str, options: dict[str, Any]) -> tuple[list[str], list[Any]]:
+    """Return the hazards of a fit whose chain is computed in stages, on emulated streams, and the waits of the host."""
+    model, rank = CHAINS[kind](), rank_and_num_ranks()
+    model.on_train_batch_end = lambda *_: None  # which reads what is logged
+    marks = Marks(nn.Identity())
+    strategy = PipelineParallelStrategy(**options)
+    trainer = pl.Trainer(
+        strategy=strategy, devices=rank[1], **(DEFAULTS | {"callbacks": [marks], "limit_val_batches": 0})
+    )
+    with emulated_streams() as streams:
+        marks.waits = streams.reports.waits
+        trainer.fit(model)
+    return sorted(set(streams.reports.hazards)), streams.reports.waits
 
 
 def emulate_torchrec_pipeline() -> list[list[Any]]:

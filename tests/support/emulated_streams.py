@@ -233,6 +233,14 @@ class EmulatedStreams(TorchDispatchMode):
             tensor = copied
         return original(tensor, *args, **kwargs)
 
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In the place of Tensor.cpu."""
+        if self.is_on_host(tensor):
+            return tensor
+        self.host_waits("cpu")
+        with torch.utils._python_dispatch._disable_current_modes():
+            return tensor.clone()
+
     def is_on_host(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor has not been copied to the device, nor made there."""
         if getattr(tensor, "emulated_pinned", False):
@@ -280,6 +288,7 @@ def emulated_streams() -> Iterator[EmulatedStreams]:
         "torch.Tensor.pin_memory": lambda tensor, device=None: mode.pin(tensor),
         "torch.Tensor.to": functools.partialmethod(lambda tensor, *a, **k: mode.to(tensor_to, tensor, *a, **k)),
         "torch.Tensor.tolist": tolist_and_wait,
+        "torch.Tensor.cpu": lambda tensor: mode.to_host(tensor),
         "torch.empty": empty_or_pinned,
         "lightning.pytorch.strategies.ddp.DDPStrategy._setup_model": build_ddp_beside,
         "lightning.fabric.utilities.apply_func._BLOCKING_DEVICE_TYPES": ("mps",),

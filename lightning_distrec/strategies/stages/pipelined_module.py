@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import DataError, UnsupportedError
+from lightning_distrec.gpu import is_on_gpu
 from lightning_distrec.strategies.stages.absent_tensors import WAY_OUT, is_absent
 from lightning_distrec.strategies.stages.chain import StageOptions
 from lightning_distrec.strategies.stages.placement import present_parameters
@@ -22,7 +23,7 @@ from lightning_distrec.strategies.stages.staged_chain import (
     average_over_replicas,
     joined,
 )
-from lightning_distrec.strategies.stages.step_effects import LogCall, LoggedValues, StepDraws, on_host
+from lightning_distrec.strategies.stages.step_effects import LogCall, LoggedValues, StepDraws, on_host, to_device
 from lightning_distrec.strategies.stages.step_over_chain import (
     BlockArguments,
     Entry,
@@ -100,7 +101,7 @@ class PipelinedModule:
         if message["loss"] is None:
             aside.restore()
             return None
-        loss = aside.loss_with_gradients(message["loss"].to(self._staged.device))
+        loss = aside.loss_with_gradients(to_device(message["loss"], self._staged.device))
         return {**result, "loss": loss} if isinstance(result, dict) else loss
 
     def _compute_batch(self, call: StepCall) -> tuple[Any, dict[str, Any]]:
@@ -228,10 +229,8 @@ class PipelinedModule:
             outcome.log_calls.append(log_calls)
         message = self._share(outcome, with_result=True)
         self._log.repeat(message["log_calls"])
-        on_device, device = iter(message["on_device"]), self._staged.device
-        return apply_to_collection(
-            message["result"], Tensor, lambda tensor: tensor.to(device) if next(on_device) else tensor
-        )
+        on_device = iter(message["on_device"])
+        return to_device(message["result"], self._staged.device, lambda _: next(on_device))
 
     # -- both
 
@@ -247,7 +246,7 @@ class PipelinedModule:
         if number == 0 or call.name not in self._entered:
             # Of bytes: sums of floats differ between kinds of devices, in their last digits.
             parts = [tensor.detach().to_dense().reshape(-1).view(torch.uint8) for tensor in tensors_in(call.batch)]
-            sums = [int(part.sum(dtype=torch.int64)) for part in parts]
+            sums = [int(total) for total in on_host([part.sum(dtype=torch.int64) for part in parts])]
             per_rank_sums = self._ranks.messages.all_gather(sums)
             if any(rank_sums != per_rank_sums[0] for rank_sums in per_rank_sums):
                 raise DataError(
@@ -289,13 +288,15 @@ class PipelinedModule:
             losses = torch.stack(outcome.losses) if outcome.losses else None
             result = outcome.result if with_result else None
             on_device: list[bool] = []
-            apply_to_collection(result, Tensor, lambda tensor: on_device.append(tensor.device.type != "cpu"))
+            apply_to_collection(result, Tensor, lambda tensor: on_device.append(is_on_gpu(tensor)))
             message |= {
                 "loss": None if losses is None else losses.double().mean().to(losses.dtype),
                 "log_calls": self._log.mean_calls(outcome.log_calls),
                 "result": result,
                 "on_device": on_device,
             }
+            # The one read of a step. Not a step late: what a step logs is asked for as soon as it returns, by
+            # callbacks, schedulers and the progress bar, and the other ranks have it by this message only.
             message = on_host(message)
         # By messages on the host: the values are logged on every rank, and the seeds are compared in the same exchange.
         messages: list[dict[str, Any]] = self._ranks.messages.all_gather(message)

@@ -17,6 +17,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_distrec import gpu
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import UnsupportedError
 
@@ -157,22 +158,31 @@ class LoggedValues:
 
     def repeat(self, calls: Sequence[Mapping[str, Any]]) -> None:
         """Log on this rank what the last stage has recorded."""
-        for call in calls:
-            arguments = dict(call)
+        # Lightning keeps values where they are, and sync_dist reduces them there, which NCCL does on GPUs only.
+        for arguments in to_device([dict(call) for call in calls], self._module.device):
             if METRIC in arguments:
                 arguments["value"] = self._module.get_submodule(arguments.pop(METRIC))
-            else:  # Lightning keeps it where it is, and sync_dist reduces it there, which NCCL does on GPUs only
-                arguments["value"] = arguments["value"].to(self._module.device, non_blocking=True)
             self._module.log(**arguments)
 
 
 def on_host(value: Any) -> Any:
-    """Return a value with its tensors on the host, detached; those on a device come in one copy for each type."""
-    remote: list[Tensor] = []
-    apply_to_collection(value, Tensor, lambda tensor: remote.append(tensor) if tensor.device.type != "cpu" else None)
-    copies: dict[int, Tensor] = {}
-    for dtype in {tensor.dtype for tensor in remote}:
-        tensors = [tensor for tensor in remote if tensor.dtype == dtype]
-        parts = torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).cpu().split([t.numel() for t in tensors])
-        copies |= {id(tensor): part.view(tensor.shape) for tensor, part in zip(tensors, parts, strict=True)}
+    """Return a value with its tensors on the host, detached; those on a GPU come in one copy, for which this waits."""
+    return _move_as_bytes(value, gpu.is_on_gpu, Tensor.cpu)
+
+
+def to_device(value: Any, device: torch.device, selects: Callable[[Tensor], bool] = lambda _: True) -> Any:
+    """Return a value with its tensors on the host on `device`; a GPU gets them in one copy, for which nothing waits."""
+    if gpu.is_gpu(device):
+        return _move_as_bytes(value, selects, lambda data: data.pin_memory().to(device, non_blocking=True))
+    return apply_to_collection(value, Tensor, lambda tensor: tensor.to(device) if selects(tensor) else tensor)
+
+
+def _move_as_bytes(value: Any, selects: Callable[[Tensor], bool], move: Callable[[Tensor], Tensor]) -> Any:
+    """Return a value with the selected tensors moved as one tensor of bytes; all are detached."""
+    tensors: list[Tensor] = []
+    apply_to_collection(value, Tensor, lambda tensor: tensors.append(tensor) if selects(tensor) else None)
+    tensors.sort(key=Tensor.element_size, reverse=True)  # so that each begins at a multiple of its elements' size
+    parts = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors]
+    moved = move(torch.cat(parts)).split([len(part) for part in parts]) if parts else ()
+    copies = {id(old): new.view(old.dtype).view(old.shape) for old, new in zip(tensors, moved, strict=True)}
     return apply_to_collection(value, Tensor, lambda tensor: copies.get(id(tensor), tensor.detach()))

@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -54,12 +55,13 @@ def main() -> int:
     os.environ["GPU_TESTS_ON"] = inputs.device  # read by tests/gpu, here and in all processes
     device = torch.cuda.get_device_name() if inputs.device == "cuda" else "this CPU"
     results: dict[str, Any] = {"device": device, "small": inputs.small, "versions": versions(), "parts": {}}
+    is_full = inputs.device == "cuda" and not inputs.only and not inputs.small
+    path = inputs.json or (PAGE.with_name("performance_gpu.json") if is_full else None)
     for name in inputs.only or ("tests", *PARTS):
         results["parts"][name] = actual = _run(name, inputs.device, inputs.small)
         print(f"{name}: {json.dumps(actual, indent=1)}", file=sys.stderr, flush=True)
-    is_full = inputs.device == "cuda" and not inputs.only and not inputs.small
-    if (path := inputs.json or (PAGE.with_name("performance_gpu.json") if is_full else None)) is not None:
-        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        if path is not None:  # after each part: whoever ends this command keeps those that were run
+            path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if is_full:
         write_section(section(results))
     bad = {name: part["failed"] for name, part in results["parts"].items() if part["failed"]}
@@ -73,11 +75,16 @@ def _run(name: str, device: str, small: bool) -> dict[str, Any]:
         failed = _tests()
     else:
         function, limit = PARTS[name]
-        try:
-            actual = run_on_ranks(parts.in_process, 1, function, device, small, timeout_seconds=limit)[0]
-            failed = ", ".join(f"over its limit: {name}" for name in actual.wrong)
-        except Exception as error:  # a rank that failed, mostly; the other parts are run all the same
-            failed = f"{type(error).__name__}: {error}"[-1500:]
+        with tempfile.TemporaryDirectory() as folder:
+            printed = Path(folder, "printed")
+            call = (parts.in_process, 1, function, device, small, printed)
+            try:
+                actual = run_on_ranks(*call, timeout_seconds=limit)[0]
+                failed = ", ".join(f"over its limit: {name}" for name in actual.wrong)
+            except Exception as error:  # a rank that failed, mostly; the other parts are run all the same
+                failed = f"{type(error).__name__}: {error}"[-1500:]
+                if printed.exists():
+                    failed += f"\nIt printed:\n{printed.read_text(errors='replace')[-1500:]}"
     return {"seconds": time.monotonic() - began, "failed": failed, **asdict(actual)}
 
 

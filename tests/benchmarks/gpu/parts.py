@@ -116,6 +116,7 @@ def parity(device: str, small: bool) -> Found:
             trainer.fit(model, DataLoader(batches, batch_size=None))
             states.append(model.final_state)
         actual.differences[name] = (_largest(*states), limit)
+        print(name, actual.differences[name], flush=True)
     return actual
 
 
@@ -223,8 +224,11 @@ def checkpoints(device: str, small: bool) -> Found:
 Part = Callable[[str, bool], Found]
 
 
-def in_process(part: Part, device: str, small: bool) -> Found:
-    """Run a part on this rank, the only one."""
+def in_process(part: Part, device: str, small: bool, printed: Path) -> Found:
+    """Run a part on this rank, the only one. printed: the file that gets what it prints."""
+    with printed.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     os.environ["GPU_TESTS_ON"] = device
     if device == "cuda":
         torch.cuda.set_device(0)

@@ -48,6 +48,7 @@ def speed(device: str, small: bool) -> Found:
             actual.numbers[f"{name}, batches of {batch_size}: examples per second"] = rate
             if busy is not None:
                 actual.numbers[f"{name}, batches of {batch_size}: idle share"] = 1 - busy / wall
+            print(f"{name}, batches of {batch_size}: {rate} examples per second", flush=True)
             del contender
             gc.collect()
             if device == "cuda":

@@ -19,6 +19,7 @@ from tests.support.emulated_fits import (
     Unfreezing,
     emulate_fit,
     emulate_mapped_fit,
+    emulate_pipeline_fit,
     emulate_torchrec_pipeline,
 )
 from tests.support.mapped_models import DynamicModel, ManagedModel, MchModel
@@ -63,11 +64,16 @@ MAPPED_READS = {
 }
 """What the host reads of ids in training, whatever the number of tables; torchrec's own code waits besides."""
 
+PIPELINES: dict[str, tuple[Any, ...]] = {
+    "1f1b, with metrics": (emulate_pipeline_fit, "Measured", {"schedule": "1f1b"}),
+    "gpipe": (emulate_pipeline_fit, "Sequence", {"microbatches": 2}),
+}
+
 
 @pytest.fixture(scope="module")
 def emulated() -> list[dict[str, Any]]:
     """What was found on each rank in each case."""
-    return run_each_on_ranks(CASES | MAPPED | {TORCHRECS: (emulate_torchrec_pipeline,)}, 2)
+    return run_each_on_ranks(CASES | MAPPED | PIPELINES | {TORCHRECS: (emulate_torchrec_pipeline,)}, 2)
 
 
 @pytest.fixture(scope="module")
@@ -150,3 +156,17 @@ def test_the_host_waits_once_in_a_lookup_that_gives_ids_rows(emulated: Any) -> N
             assert len(reads) == num_reads, (name, reads)
             assert len(in_mapping) == len(reads) + len(in_torchrec), (name, in_mapping)
             assert bool(in_torchrec) == name.startswith("MCH")
+
+
+def test_the_last_stage_of_a_pipeline_reads_once_in_a_step_and_others_never(emulated: Any) -> None:
+    # Numbers of micro-batches are in the host's memory, which the emulation takes for a GPU's.
+    on_host = ("stages/staged_chain.py", "run/strategy.py")
+    for rank, rank_result in enumerate(emulated):
+        for name in PIPELINES:
+            hazards, waits = rank_result[name]
+            assert hazards == [], (name, hazards)
+            steps = steady_steps(waits)
+            assert len(steps) >= 2
+            for step in steps:
+                in_stages = [wait for wait in step if "stages/" in wait[2] and not wait[2].startswith(on_host)]
+                assert [event for _, event, _ in in_stages] == ["cpu"] * rank, (name, in_stages)

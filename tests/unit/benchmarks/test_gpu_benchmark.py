@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from tests.benchmarks.gpu.__main__ import NO_DEVICE, PARTS, main
 from tests.benchmarks.gpu.page import BEGIN, END, PAGE, section, write_section
+from tests.benchmarks.gpu.parts import Found
 
 RESULTS = {
     "device": "a GPU",
@@ -55,6 +57,45 @@ def test_the_section_shows_what_is_over_its_limit_and_stays_between_its_markers(
     assert page.read_text() == initial, "markers and all else stay"
     assert BEGIN in initial
     assert END in initial
+
+
+def fails(device: str, small: bool) -> Found:
+    """Print, and fail."""
+    print("measured before it failed")
+    raise RuntimeError("no such kernel")
+
+
+def hangs(device: str, small: bool) -> Found:
+    """Print, and wait."""
+    print("measured before it hung", flush=True)
+    time.sleep(600)
+    return Found()
+
+
+def passes(device: str, small: bool) -> Found:
+    """Measure."""
+    return Found(numbers={"steps": 1.0})
+
+
+@pytest.mark.slow
+def test_a_part_that_fails_or_hangs_keeps_what_it_printed_and_the_others_are_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for part, limit in ((fails, 60), (hangs, 15), (passes, 60)):
+        monkeypatch.setitem(PARTS, part.__name__, (part, limit))
+    path = tmp_path / "measured.json"
+    arguments = ["--device", "cpu", "--only", "fails", "hangs", "passes", "--json", str(path)]
+    monkeypatch.setattr(sys, "argv", ["gpu", *arguments])
+    monkeypatch.setenv("GPU_TESTS_ON", "cpu")
+    assert main() == 1
+    actual = json.loads(path.read_text())["parts"]
+    assert "RuntimeError: no such kernel" in actual["fails"]["failed"]
+    assert actual["fails"]["failed"].endswith("It printed:\nmeasured before it failed\n")
+    assert "rank 0 was not done after 15 s" in actual["hangs"]["failed"]
+    assert "in hangs" in actual["hangs"]["failed"], "its stack"
+    assert "It printed:\nmeasured before it hung" in actual["hangs"]["failed"]
+    assert (actual["passes"]["failed"], actual["passes"]["numbers"]) == ("", {"steps": 1.0})
+    assert "On this CPU: 1 of 3 parts passed." in capsys.readouterr().out
 
 
 @pytest.mark.slow
