@@ -186,7 +186,8 @@ class Watchdog:
             return False
         file = frame.f_code.co_filename
         # That of an exchange calls into C; others, of threads and processes, are functions of Python with other lines.
-        is_wait = ".wait(" in linecache.getline(file, frame.f_lineno)
+        # A frame has no line while it is entered.
+        is_wait = ".wait(" in linecache.getline(file, frame.f_lineno or 0)
         return is_wait or EXCHANGES.search(file) is not None
 
     def _find_location(self) -> str:

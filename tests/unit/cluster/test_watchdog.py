@@ -5,14 +5,17 @@ import contextlib
 import json
 import socket
 import sys
+import threading
 import traceback
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from torch.distributed import DistNetworkError
 
 from lightning_distrec.cluster.door import encode_fields, open_door, read_fields, sign
-from lightning_distrec.cluster.watchdog import find_location, is_network_failure
+from lightning_distrec.cluster.watchdog import Watchdog, find_location, is_network_failure
 from lightning_distrec.cluster.watchdog_monitor import TICK_SECONDS, Hub, HubMessage, RankState, Settings, encode_line
 from lightning_distrec.errors import RankError
 
@@ -212,3 +215,19 @@ def test_a_place_is_the_users_own_line_and_what_it_called_there() -> None:
     (location,) = seen
     assert location.startswith("test_watchdog.py:")
     assert location.endswith("in test_a_place_is_the_users_own_line_and_what_it_called_there (dumps)")
+
+
+def test_a_main_thread_that_just_enters_a_function_is_not_taken_for_one_that_waits() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+
+    def enter() -> None:
+        lock.acquire()
+
+    enter.__code__ = enter.__code__.replace(co_linetable=b"")  # a frame without a line, as Python has it on entry
+    (thread := threading.Thread(target=enter)).start()
+    watchdog = cast(Watchdog, SimpleNamespace(_main=thread.ident, _progress=None))
+    assert sys._current_frames()[cast(int, thread.ident)].f_lineno is None
+    assert not Watchdog._is_waiting(watchdog)
+    lock.release()
+    thread.join()
