@@ -1,1 +1,1 @@
-"""MovieLens-100k as the recipes movielens_dlrm, two_tower and sasrec read it."""
+"""MovieLens-100k as the recipes movielens_dlrm, two_tower, sasrec and hstu read it."""

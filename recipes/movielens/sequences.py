@@ -19,6 +19,8 @@ class Sequences:
     """(num_events,) int64, from 0, ascending."""
     items: np.ndarray
     """(num_events,) int64, from 1; 0 is kept for "none"."""
+    times: np.ndarray
+    """(num_events,) int64, in seconds."""
     starts: np.ndarray
     """(num_events,) int64: where the person's first event is."""
     parts: dict[str, np.ndarray]
@@ -47,6 +49,7 @@ def leave_one_out(ratings: Ratings) -> Sequences:
     return Sequences(
         users=users,
         items=items,
+        times=ratings.times[order].astype(np.int64),
         starts=np.repeat(firsts, counts),
         parts={
             "train": np.setdiff1d(np.arange(len(users)), held_out),

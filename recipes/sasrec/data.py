@@ -38,14 +38,14 @@ class Windows(Dataset):
         length: (batch_size,) int64, films in each window, at least 1.
         """
         ends = self.ends[np.asarray(numbers)]
-        films, lengths = self.sequences.histories(ends, self.length)
-        # From "0 0 a b" to "a b 0 0": attention then needs no other mask than the one that hides what comes later.
-        padded = np.pad(np.column_stack([films, self.sequences.items[ends]]), ((0, 0), (0, self.length)))
-        places = np.arange(self.length + 1) + (self.length - lengths)[:, None]
-        films = np.take_along_axis(padded, places, axis=1)
+        lengths = np.minimum(ends - self.sequences.starts[ends], self.length)
+        # "a b 0 0": attention then needs no other mask than the one that hides what comes later.
+        is_filled = np.arange(self.length) < lengths[:, None]
+        events = np.where(is_filled, (ends - lengths)[:, None] + np.arange(self.length), 0)
+        films = self.sequences.items
         return {
-            "items": torch.from_numpy(np.where(np.arange(self.length) < lengths[:, None], films[:, :-1], 0)),
-            "following": torch.from_numpy(films[:, 1:]),
+            "items": torch.from_numpy(np.where(is_filled, films[events], 0)),
+            "following": torch.from_numpy(np.where(is_filled, films[events + 1], 0)),
             "length": torch.from_numpy(lengths),
         }
 
@@ -65,6 +65,8 @@ def window_ends(sequences: Sequences, stride: int) -> np.ndarray:
 class SequenceDataModule(pl.LightningDataModule):
     """Which film comes next? Leaves one out: each person's last film tests, the one before validates."""
 
+    windows: type[Windows] = Windows
+    """The form of the batches."""
     sequences: Sequences
     num_items: int
 
@@ -125,5 +127,5 @@ class SequenceDataModule(pl.LightningDataModule):
         return self._dataloader(self.sequences.parts["test"], shuffle=False)
 
     def _dataloader(self, ends: np.ndarray, *, shuffle: bool) -> DataLoader:
-        dataset = Windows(self.sequences, ends, self.length)
+        dataset = self.windows(self.sequences, ends, self.length)
         return load_batches(dataset, self.batch_size, shuffle=shuffle, num_workers=self.num_workers)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from lightning_distrec.cli.main import main
-from lightning_distrec.cli.recipes import recipe_names, recipes_folder
+from lightning_distrec.cli.recipes import find_parts, recipe_names, recipes_folder
 from recipes.movielens.folder import fetch_movielens_100k
 from tests.support.environments import environment
 from tests.support.limits import LIMIT_SECONDS
@@ -93,7 +93,8 @@ def test_each_recipe_has_what_a_reader_expects(name: str) -> None:
     readme = (folder / "README.md").read_text()
     assert f"recipes/{name}/cpu.yaml" in readme
     assert "## Results" in readme
-    shown = re.findall(r'self\.log\(f?"([^"]+)".*prog_bar=True', (folder / "model.py").read_text())
+    files = [file for part in find_parts(ROOT / "recipes", name) for file in (ROOT / "recipes" / part).rglob("*.py")]
+    shown = re.findall(r'self\.log\(f?"([^"]+)".*prog_bar=True', "".join(file.read_text() for file in files))
     assert shown
     for metric in shown:  # the bar cuts longer names, on 80 columns
         assert len(metric.replace("{split}", "val")) <= 16, metric

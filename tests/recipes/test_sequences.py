@@ -54,7 +54,7 @@ def test_each_place_of_a_window_predicts_the_film_after_it() -> None:
     assert batch["length"].tolist() == [2, 3]
 
 
-def test_sasrec_does_not_look_ahead_and_sampled_loss_with_all_items_is_the_full_one() -> None:
+def test_sasrec_does_not_look_ahead() -> None:
     torch.manual_seed(1)
     model = SASRec(num_items=20, length=6, dim=8, hidden=16, num_heads=2).eval()
     items = torch.randint(1, 21, (3, 6))
@@ -62,6 +62,24 @@ def test_sasrec_does_not_look_ahead_and_sampled_loss_with_all_items_is_the_full_
     changed[:, 4:] = changed[:, 4:] % 20 + 1
     torch.testing.assert_close(model(items)[:, :4], model(changed)[:, :4])
     assert not torch.allclose(model(items)[:, 4:], model(changed)[:, 4:])
+
+
+def test_the_sampled_loss_is_against_the_films_drawn_but_for_the_right_one() -> None:
+    torch.manual_seed(1)
+    model = SASRec(num_items=20, length=6, dim=8, num_negatives=9)
+    hidden, following = torch.randn(5, 8), torch.tensor([3, 0, 7, 3, 20])  # 0: no film follows
+    candidates = model.sparse_inputs({"following": following})["candidates"]
+    actual = model._sampled_loss(hidden, following, candidates)
+    drawn = candidates[5:].tolist()
+    assert len(drawn) == 9
+    assert set(drawn) & {3, 7, 20}
+    rows = model.items.weight
+    losses = []
+    for place, film in enumerate(following.tolist()):
+        if film:
+            films = [film, *(other for other in drawn if other != film)]
+            losses.append(functional.cross_entropy((rows[films] @ hidden[place])[None], torch.tensor([0])))
+    torch.testing.assert_close(actual, torch.stack(losses).mean())
 
 
 def test_the_loss_leaves_out_the_same_film_and_corrects_by_its_share() -> None:
