@@ -2,7 +2,7 @@
 PYTHON ?= python3
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all test-gpu bench-gpu lint docs clean
+.PHONY: help install train test test-all test-ranks test-gpu bench-gpu lint docs clean
 
 help:  ## list what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -23,6 +23,11 @@ test: install lint  ## check style and types, then run the quick tests; WORKERS=
 
 test-all: install lint  ## check style and types, then run all tests
 	@$(PYTEST) -m ""
+
+test-ranks: export OMP_NUM_THREADS ?= 1
+test-ranks: install  ## start, kill and resume 64 ranks on this machine; RANKS=N chooses another number
+	@RANKS_OF_TEST=$(RANKS) .venv/bin/python -m pytest -q -m "" --instafail --durations=1 tests/cluster/test_many_ranks.py
+RANKS ?= 64
 
 test-gpu: install  ## run the tests that need a GPU; where there is none, say so
 	@.venv/bin/python -m tests.gpu

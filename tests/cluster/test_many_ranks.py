@@ -1,0 +1,94 @@
+"""Many ranks on one machine start, train, save, lose one of them, and go on with fewer and with more.
+
+`make test-ranks` has 64 of them, some GiB and minutes; RANKS=N chooses another number, a multiple of 4.
+"""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_distrec.errors import RankError
+from tests.benchmarks.ranks import ROWS, TABLES, Small
+from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks, words_of_ranks
+from tests.support.trainers import make_trainer
+
+RANKS = int(os.environ.get("RANKS_OF_TEST", "16"))
+STEPS, KILLED_AT, SAVES = 8, 5, 2
+EXAMPLES = 6 * RANKS
+"""Of all ranks together in a step: three quarters and one and a half of the ranks divide it too."""
+NAMED_SECONDS = 10
+LIMIT_SECONDS = 60 + 20 * RANKS
+
+
+def _ids() -> Tensor:
+    return torch.randint(0, ROWS, (STEPS * EXAMPLES, TABLES, 2), generator=torch.Generator().manual_seed(2))
+
+
+class Dies(Callback):
+    """Kills a rank in the middle of an epoch, once a checkpoint is complete."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        rank, num_ranks = rank_and_num_ranks()
+        if batch_idx == KILLED_AT and rank == num_ranks // 2:
+            Path(os.environ["MANY_RANKS"], "killed").write_text(repr(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _train(folder: str, checkpoint: str | None) -> dict[str, Tensor]:
+    os.environ["MANY_RANKS"] = folder
+    rank, num_ranks = rank_and_num_ranks()
+    torch.manual_seed(1)
+    module = Small()
+    callbacks = [ModelCheckpoint(folder, "{step}", every_n_train_steps=SAVES, save_top_k=-1)]
+    callbacks += [] if checkpoint else [Dies()]
+    trainer = make_trainer(
+        {"convert_embeddings": "all"}, callbacks=callbacks, enable_checkpointing=True, use_distributed_sampler=True
+    )
+    try:
+        trainer.fit(module, DataLoader(_ids(), batch_size=EXAMPLES // num_ranks), ckpt_path=checkpoint)
+    except RankError:
+        Path(folder, f"named by {rank}").write_text(repr(time.time()))
+        raise
+    return trainer.strategy.full_state_dict() if checkpoint else {}
+
+
+def _train_in_one_process() -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    module = Small()
+    optimizer = module.configure_optimizers()
+    # Lightning gives training a DistributedSampler that shuffles, of seed 0: each step has the next of this order.
+    order = torch.randperm(STEPS * EXAMPLES, generator=torch.Generator().manual_seed(0))
+    for ids in _ids()[order].split(EXAMPLES):
+        optimizer.zero_grad()
+        module.training_step(ids, 0).backward()
+        optimizer.step()
+    return module.state_dict()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * LIMIT_SECONDS)
+def test_many_ranks_name_a_dead_one_at_once_and_its_checkpoint_goes_on_on_fewer_and_more(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed) as failed:
+        run_on_ranks(_train, RANKS, str(tmp_path), None, timeout_seconds=LIMIT_SECONDS)
+    dead = RANKS // 2
+    words = words_of_ranks(failed.value)
+    assert [rank for rank in range(RANKS) if rank != dead and f"rank {dead} has died" not in words[rank]] == []
+    killed = float((tmp_path / "killed").read_text())
+    named = [float(file.read_text()) - killed for file in tmp_path.glob("named by *")]
+    assert max(named, default=0) < NAMED_SECONDS * max(1, RANKS // 16)  # they share this machine's cores
+    expected = _train_in_one_process()
+    checkpoint = str(next(tmp_path.glob(f"step={KILLED_AT - KILLED_AT % SAVES}*")))
+    for num_ranks in (3 * RANKS // 4, 3 * RANKS // 2):
+        states = run_on_ranks(
+            _train, num_ranks, str(tmp_path / str(num_ranks)), checkpoint, timeout_seconds=LIMIT_SECONDS
+        )
+        assert states[0].keys() == expected.keys()
+        assert max((states[0][name] - expected[name]).abs().max().item() for name in expected) < 1e-6
