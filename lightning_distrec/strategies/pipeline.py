@@ -14,7 +14,8 @@ from typing_extensions import override
 
 from lightning_distrec import spans
 from lightning_distrec._compat.lightning import set_device_and_mesh
-from lightning_distrec.errors import DistRecError
+from lightning_distrec.errors import ConfigError, DistRecError
+from lightning_distrec.gpu import is_gpu
 from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded
 from lightning_distrec.strategies.run.precision import clip_over_all_ranks
 from lightning_distrec.strategies.run.run import Run
@@ -133,6 +134,11 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
 
     @override
     def setup_environment(self) -> None:
+        if is_gpu(self.root_device) and self._get_process_group_backend() == "gloo":
+            raise ConfigError(
+                "pipeline_parallel: process_group_backend='gloo' sends between stages from the host's memory only. "
+                "Leave it out, so that GPUs exchange by NCCL, or train with accelerator='cpu'."
+            )
         super().setup_environment()
         if self._ranks is None:  # one for all runs
             self._ranks = pipeline_ranks(self._stage_options, self.global_rank, self.world_size, self._wait)

@@ -1,5 +1,7 @@
-"""FBGEMM's kernels called with kept arguments, and metrics that must be deterministic, on one device."""
+"""On one device: FBGEMM's kernels with kept arguments, deterministic metrics, rows of ids, and what pipelines log."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,6 +15,9 @@ from lightning_distrec._compat.fbgemm import KernelCall
 from lightning_distrec.gpu import require_kernels
 from lightning_distrec.metrics import GAUC, DecayedAUC, WindowedAUC
 from lightning_distrec.metrics.retrieval import NDCGAtK
+from lightning_distrec.sharding.mapping.id_mapping import IdMapping
+from lightning_distrec.sharding.mapping.spec import MappingSpec
+from lightning_distrec.strategies.stages.step_effects import on_host, to_device
 from tests.gpu.device import DEVICE, own_device, runs_here
 
 pytestmark = runs_here
@@ -89,3 +94,45 @@ def test_metrics_are_those_of_a_cpu_where_they_must_be_deterministic(name: str) 
         assert compute(own_device()) == pytest.approx(expected, abs=1e-9)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def _map_ids(policy: Any, device: torch.device) -> list[Tensor]:
+    """Return the tensors of a mapping, and rows, after lookups in which ids lose rows. Waits for a GPU are errors."""
+    mapping = IdMapping(MappingSpec(96, 6, max_probe=9, policy=policy, min_sights=2, num_reserved=2), 0, 6, device)
+    for step in range(8):
+        draw = torch.Generator().manual_seed(step)
+        ids = ((torch.rand(64, generator=draw) ** 3 * 1000).long() * 1_234_567 + 3).to(device)
+        with _waits_are_errors(device):
+            numbers = mapping.note_lookup(ids)
+        numbers = numbers.tolist()  # the one read of a lookup
+        with _waits_are_errors(device):
+            mapping.learn(numbers)
+            mapping.optimizer_stepped()
+            rows = mapping.find(ids)
+    assert policy == "none" or mapping.counts.evicted > 10
+    return [tensor.cpu() for tensor in (*mapping.tensors.values(), rows)]
+
+
+@contextmanager
+def _waits_are_errors(device: torch.device) -> Iterator[None]:
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("policy", ["none", "lru", "lfu"])
+def test_ids_have_the_rows_of_a_cpu_and_the_host_waits_for_one_number(policy: str) -> None:
+    for actual, expected in zip(_map_ids(policy, own_device()), _map_ids(policy, torch.device("cpu")), strict=True):
+        assert torch.equal(actual, expected)
+
+
+def test_what_a_pipeline_logs_comes_to_the_host_and_back_with_its_bits() -> None:
+    values = [torch.ones((), dtype=torch.float64), torch.arange(3), torch.randn(2, 3).bfloat16(), torch.tensor(True)]
+    on_device = [value.to(own_device()) for value in values]
+    moved = on_host(on_device)
+    for actual, expected in ((moved, values), (to_device(moved, own_device()), on_device)):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)

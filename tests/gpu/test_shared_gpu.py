@@ -1,5 +1,6 @@
 """Two ranks that share one GPU, over gloo, train what one rank does: exchanges on a machine with one GPU."""
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -7,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from tests.gpu.device import ACCELERATOR, runs_here
-from tests.support.click_model import seeded
+from tests.support.click_model import ClickModel, join_batches, make_batch, seeded
 from tests.support.embedding_models import whole_state
+from tests.support.incremental_runs import FullToo, LargeTables, assert_same_as_full
 from tests.support.mapped_models import DynamicModel, ManagedModel, MchModel, MchSequences, loader
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.trainers import make_trainer
+from tests.support.weighted_models import PositionWeighted
 
 pytestmark = runs_here
 
@@ -34,6 +38,8 @@ TABLES = {
     "mc.bags.goods": {"ids": "dynamic", "rows": 60, "buckets": 6, "min_sights": 2},
     "first": {"ids": "dynamic", "rows": 24, "buckets": 6, "embedding_update": "dense"},
 }
+ADAGRAD = {"optimizer": torch.optim.Adagrad, "options": {"lr": 0.02}}
+SERIES = {"every": 2, "full_every": 100, "keep": 10}
 CASES: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
     "short path, row-wise": (Ordinary, {}, {"sharding_types": ["row_wise"], "prefetch": {"depth": 3}}),
     "short path, Adam": (Ordinary, {"optimizer": "Adam"}, {"sharding_types": ["row_wise"]}),
@@ -41,6 +47,9 @@ CASES: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
     "HashZch": (ManagedModel, {}, {}),
     "MCH": (MchModel, {}, {}),
     "MCH of sequences": (MchSequences, {}, {}),
+    "groups": (ClickModel, ADAGRAD, {"sharding_groups": {"size": 1}}),
+    "learned weights": (PositionWeighted, ADAGRAD, {"sharding_types": ["row_wise"]}),
+    "touched rows": (LargeTables, ADAGRAD, {"checkpoint": {"distributed": True, "incremental": SERIES}}),
     "dynamic ids": (DynamicModel, {}, {"convert_embeddings": "all", "tables": TABLES}),
 }
 
@@ -54,10 +63,16 @@ def train(kind: type, model_options: dict[str, Any], options: dict[str, Any], fo
     strategy = {
         "process_group_backend": "gloo",
         "convert_embeddings": "all",
-        "checkpoint": {"distributed": True},
-        **options,
+        **copy.deepcopy({"checkpoint": {"distributed": True}} | options),
     }
+    if series := strategy["checkpoint"].get("incremental"):
+        series["dirpath"] = str(folder / f"{num_ranks}" / "series")
+        settings["callbacks"] = [FullToo(str(folder / f"{num_ranks}"))]
     batches = loader(0, STEPS, rank, num_ranks, PARTS)
+    if issubclass(kind, ClickModel):
+        parts = range(rank * PARTS // num_ranks, (rank + 1) * PARTS // num_ranks)
+        joined = [join_batches([make_batch(1000 * step + part) for part in parts]) for step in range(STEPS)]
+        batches = DataLoader(joined, batch_size=None)
     first = make_trainer(strategy, max_steps=STEPS // 2, **settings)
     first.fit(seeded(kind, **model_options), batches)
     path = folder / f"{num_ranks}.ckpt"
@@ -65,6 +80,8 @@ def train(kind: type, model_options: dict[str, Any], options: dict[str, Any], fo
     model = seeded(kind, **model_options)
     make_trainer(strategy, max_steps=STEPS, **settings).fit(model, batches, ckpt_path=path)
     weights = {name: value.cpu() for name, value in whole_state(model).items() if value.is_floating_point()}
+    if series and rank == 0:
+        assert len(assert_same_as_full(folder / f"{num_ranks}")) > 2
     return {"weights": weights, "losses": model.losses}
 
 

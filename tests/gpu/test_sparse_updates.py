@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 from tests.gpu.device import ACCELERATOR, DEVICE, num_ranks, runs_here
 from tests.support.click_model import EvaluatedModel, make_batch, seeded
+from tests.support.embedding_models import whole_state
 from tests.support.emulated_fits import Deaf, batch_of
-from tests.support.ranks import rank_and_num_ranks, run_on_ranks
+from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
 from tests.support.trainers import make_trainer
 
 pytestmark = runs_here
@@ -97,3 +99,40 @@ def test_a_checkpoint_that_is_written_while_training_goes_on_holds_what_there_wa
         assert late.keys() == at_once.keys()
         for name, value in at_once.items():
             torch.testing.assert_close(late[name], value, atol=1e-6, rtol=1e-5, msg=name)
+
+
+class AllRows(pl.LightningModule):
+    """Looks up each row of its table once in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=20, feature_names=["f"])
+        self.ebc, self.mlp = EmbeddingBagCollection(tables=[table]), torch.nn.Linear(8, 1)
+
+    def training_step(self, ids: Tensor, _: int) -> Tensor:
+        lengths = torch.full((4,), 5, device=ids.device, dtype=torch.int32)
+        bags = self.ebc(KeyedJaggedTensor(["f"], ids, lengths=lengths)).values()
+        return self.mlp(bags).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def fit_all_rows(update: str, accelerator: str) -> dict[str, Tensor]:
+    """Return the weights after a fit in whose steps every row is looked up."""
+    model = seeded(AllRows)
+    draw = torch.Generator().manual_seed(1)
+    batches = DataLoader([torch.randperm(20, generator=draw) for _ in range(STEPS)], batch_size=None)
+    make_trainer({"embedding_update": update}, accelerator=accelerator).fit(model, batches)
+    return {name: value.cpu() for name, value in whole_state(model).items()}
+
+
+def test_lazy_adam_is_adam_where_each_row_is_looked_up() -> None:
+    (expected,) = run_on_ranks(fit_all_rows, 1, "dense", "cpu", timeout_seconds=120)
+    if DEVICE == "cpu":
+        with pytest.raises(RankFailed, match="FBGEMM has no Adam on CPU"):
+            run_on_ranks(fit_all_rows, 1, "fused_lazy", ACCELERATOR, timeout_seconds=120)
+        return
+    (actual,) = run_on_ranks(fit_all_rows, 1, "fused_lazy", ACCELERATOR, timeout_seconds=120)
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, atol=1e-5, rtol=1e-4, msg=name)

@@ -1,6 +1,7 @@
 """The tests that need a GPU are right on this CPU: what they compare, and that their models train."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,42 @@ import pytest
 from tests.support.limits import LIMIT_SECONDS
 
 ROOT = Path(__file__).parents[2]
-FILES = ("test_kernels_and_metrics.py", "test_prefetching.py", "test_shared_gpu.py", "test_sparse_updates.py")
+FILES = (
+    "test_kernels_and_metrics.py",
+    "test_pipelines.py",
+    "test_prefetching.py",
+    "test_shared_gpu.py",
+    "test_sparse_updates.py",
+)
+
+PIPELINES = "test_losses_and_weights_are_those_of_one_process"
+SHARED = "test_two_ranks_on_one_device_train_as_one_rank"
+CHECKED = {
+    "values that a pipeline logs on another device": ("what_is_logged_on_every_rank_is_on_the_modules", PIPELINES),
+    "draws of a GPU's generator": ("a_draw_on_a_gpu_counts", "dropout_behind_the_chain_and_16_bit"),
+    "means of 16-bit losses": ("means_of_rounded_losses", "dropout_behind_the_chain_and_16_bit"),
+    "a mapping of ids on two devices": ("a_state_of_mch_on_any_device_is_loaded", SHARED),
+    "metrics that must be deterministic": ("running_sums_of_floats_leave", "metrics_are_those_of_a_cpu"),
+    "tensors that feed ids and are rewritten": ("no_stream_uses_memory_of_another", "for_inputs_and_batches_of_all"),
+    "groups that split NCCL's communicator": ("only_its_members_make_a_group", PIPELINES),
+    "a GPU without kernels": ("an_fbgemm_without_kernels_for_the_gpu", "a_kernel_that_is_called_with_kept_arguments"),
+    "batches of a pipeline that differ": ("what_cannot_be_exact_is_refused_on_every_rank", PIPELINES),
+    "waits for numbers of ids": ("the_host_waits_once_in_a_lookup", "the_host_waits_for_one_number"),
+    "waits for what a pipeline logs": (
+        "the_last_stage_of_a_pipeline_reads_once",
+        "what_a_pipeline_logs_comes_to",
+    ),
+}
+"""What went wrong on a GPU, by reading -> the names, or parts of them, of a test on CPUs and of one in tests/gpu."""
+
+
+def test_what_a_gpu_may_break_has_a_test_on_cpus_and_one_for_gpus() -> None:
+    tests = {path: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    on_gpu = "".join(text for path, text in tests.items() if path.parent.name == "gpu")
+    on_cpu = "".join(text for path, text in tests.items() if path.parent.name != "gpu")
+    for hazard, (cpu_test, gpu_test) in CHECKED.items():
+        assert re.search(f"^def test_.*{cpu_test.removeprefix('test_')}", on_cpu, re.MULTILINE), hazard
+        assert re.search(f"^def test_.*{gpu_test.removeprefix('test_')}", on_gpu, re.MULTILINE), hazard
 
 
 @pytest.mark.slow

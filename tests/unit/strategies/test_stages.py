@@ -1,14 +1,24 @@
 """Where a chain is split, and what absent tensors do, on one process."""
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
 
+from lightning_distrec import PipelineParallelStrategy
 from lightning_distrec.errors import ConfigError, UnsupportedError
 from lightning_distrec.strategies.stages.absent_tensors import absent_parameter, is_absent
-from lightning_distrec.strategies.stages.chain import StageOptions, balance_stages, find_chain, split_chain
+from lightning_distrec.strategies.stages.chain import (
+    StageOptions,
+    balance_stages,
+    find_chain,
+    pipeline_ranks,
+    split_chain,
+)
 from lightning_distrec.strategies.stages.placement import describe_layout
 from lightning_distrec.strategies.stages.step_over_chain import enter_chain, leave_chain, split_batch
 from tests.support.chain_models import Sequence, Transformer
@@ -178,3 +188,20 @@ def test_a_step_ends_with_the_chain_and_begins_with_its_output() -> None:
     entry = enter_chain(chain, lambda: model(torch.ones(2, 12) * 2) + pytest.fail("the step went on"))
     assert torch.equal(entry.value, torch.full((2, 12), 2.0))
     assert leave_chain(chain, lambda: model(torch.ones(2, 12)) + 1, torch.ones(2, 1)).tolist() == [[2.0], [2.0]]
+
+
+def test_stages_on_gpus_do_not_exchange_by_gloo() -> None:
+    strategy = PipelineParallelStrategy(process_group_backend="gloo")
+    strategy.parallel_devices = [torch.device("cuda", 0)]
+    strategy.cluster_environment = LightningEnvironment()
+    with pytest.raises(ConfigError, match="sends between stages from the host's memory only. Leave it out"):
+        strategy.setup_environment()
+
+
+def test_only_its_members_make_a_group_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(dist, "new_subgroups_by_enumeration", lambda *_, **__: (None, None))
+    monkeypatch.setattr(dist, "new_group", lambda ranks, *_, **options: made.append({"ranks": ranks, **options}))
+    monkeypatch.setattr("lightning_distrec.strategies.stages.chain.Consensus", lambda *_: None)
+    pipeline_ranks(StageOptions(stages=2), 1, 4, timedelta(seconds=1))
+    assert made == [{"ranks": [1, 3], "use_local_synchronization": True}]
