@@ -27,12 +27,13 @@ _ROUNDS = 8
 class IdMapping(RowsOfIds):
     """The buckets of one rank."""
 
+    no_id = FREE
+
     def __init__(self, spec: MappingSpec, first_bucket: int, num_buckets: int, device: torch.device) -> None:
         super().__init__(spec, first_bucket, num_buckets, device)
         self.protected_from = 1
         """Rows that were used since this lookup wait for the optimizer, and are not evicted."""
         self.ids = torch.full((self.num_rows, 1), FREE, dtype=torch.int64, device=device)
-        """The id that has each row."""
         self.used = torch.full((self.num_rows, 1), -1, dtype=torch.int32, device=device)
         """The lookup that used each row last; where rows expire by the clock, the hour when they do. -1: it is free."""
         self.sights = self.used.new_zeros(self.used.shape if spec.policy == "lfu" else (0, 1))
@@ -48,11 +49,6 @@ class IdMapping(RowsOfIds):
         named = {"ids": self.ids, "used": self.used, "sights": self.sights, "newcomers": self.newcomers}
         unused = {"used"} if self.spec.managed and self.spec.policy == "none" else set()
         return {name: tensor for name, tensor in named.items() if tensor.numel() and name not in unused}
-
-    @property
-    def num_taken(self) -> int:
-        """How many rows an id has."""
-        return int((self.ids >= 0).sum())
 
     @property
     def changes_ids(self) -> bool:

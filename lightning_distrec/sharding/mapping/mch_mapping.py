@@ -34,13 +34,14 @@ _SEGMENTS = 1025
 class MchMapping(RowsOfIds):
     """The buckets of one rank; ids without a row share the last one of their bucket. module: torchrec's."""
 
+    no_id = ANY_ID
+
     def __init__(self, spec: MchSpec, first_bucket: int, num_buckets: int, device: torch.device, module: Any) -> None:
         super().__init__(spec, first_bucket, num_buckets, device)
         settings = mch_settings(module)
         self._module, self._interval, self._policy = module, settings["interval"], settings["policy"]
         self._draws, self._hash = settings["filters"], settings["hash_function"]
         self.ids = torch.full((self.num_rows, 1), ANY_ID, device=device)
-        """The id that has each row; ANY_ID: none."""
         names = [name for name in mch_state(module) if name not in (MCH_IDS, MCH_ROWS)]
         self._metadata = {name: torch.zeros(self.num_rows, dtype=torch.int64, device=device) for name in names}
         """What the policy keeps for each row, by its name in the state_dict."""
@@ -55,11 +56,6 @@ class MchMapping(RowsOfIds):
         # Due: an eviction interval has ended. Wait: rows were looked up, and no optimizer has stepped since.
         self._is_due, self._rows_wait = False, False
         self._index()
-
-    @property
-    def num_taken(self) -> int:
-        """How many rows an id has."""
-        return int((self.ids != ANY_ID).sum())
 
     @property
     def changes_ids(self) -> bool:

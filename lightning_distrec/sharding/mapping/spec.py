@@ -204,6 +204,8 @@ class RowsOfIds(ABC):
 
     ids: Tensor
     """The id that has each row, (num_rows, 1)."""
+    no_id: int
+    """In `ids` where a row has none."""
 
     def __init__(self, spec: MappingSpec, first_bucket: int, num_buckets: int, device: torch.device) -> None:
         self.spec = spec
@@ -237,9 +239,9 @@ class RowsOfIds(ABC):
         """The rows that were used so far may be evicted from now on."""
 
     @property
-    @abstractmethod
     def num_taken(self) -> int:
-        """How many rows an id has."""
+        """How many rows an id has. The device is waited for."""
+        return int((self.ids != self.no_id).sum())
 
     @property
     def changes_ids(self) -> bool:
