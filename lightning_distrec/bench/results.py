@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -338,9 +339,11 @@ def doubts(results: Sequence[Result], steps: int) -> list[str]:
         lines.append(f"{sorted(problems)[0]} Here: --samples-from.".replace("samples per", "Samples per", 1))
     if steps < FEW_STEPS:
         lines.append(f"A median of {quantity(steps, 'step')} says little: --steps {FEW_STEPS} or more.")
+    # Another strategy may well be faster than one device.
+    names = Counter(result.case.strategy for result in results if not result.failure)
     beyond = [
         f"{result.case.strategy} on {result.case.devices} ({share:.0%})"
-        for result in results
+        for result in (result for result in results if names[result.case.strategy] > 1)
         if (share := efficiency(result, results)) is not None and share > MAX_EFFICIENCY
     ]
     if beyond:

@@ -59,7 +59,7 @@ class RankMonitor(Clocked):
         self._share, self._counter = straggler_share, SampleCounter(samples_from, "RankMonitor")
         self._latest, self._fit = Totals(), Totals()
         self._device_times: DeviceTimes | None = None
-        self._stop_timing: Callable[[], None] = lambda: None
+        self._stop_timing: Callable[[], None] | None = None
         self._board: RecordBoard
         self._folder: str | None = None
         self._named: set[int] = set()
@@ -149,8 +149,9 @@ class RankMonitor(Clocked):
     @override
     def stop(self) -> None:
         super().stop()
-        self._stop_timing()
-        self._device_times = None
+        if self._stop_timing is not None:
+            self._stop_timing()
+        self._device_times = self._stop_timing = None
 
     def _put(self, trainer: Trainer, kind: str) -> None:
         device = trainer.strategy.root_device

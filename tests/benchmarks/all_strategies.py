@@ -1,7 +1,6 @@
-"""One model that every strategy trains: a table, a chain of blocks and a head. Drawn in docs/how_to/choose_strategy.md:
+"""One model that every strategy trains: a table, a chain of blocks and a head.
 
-lightning-distrec bench --config tests/benchmarks/all_strategies.yaml --devices 1,2 --out out \
-    --strategies auto,ddp,ddp_tuned,fsdp_tuned,pipeline_parallel,torchrec_sharded
+docs/how_to/choose_strategy.md has the picture, and the command; single devices but that of `auto` are left out there.
 """
 
 import lightning.pytorch as pl

@@ -206,6 +206,7 @@ def test_without_matplotlib_all_but_the_picture_is_there(
 
 def test_too_few_steps_and_impossible_efficiency_are_doubted() -> None:
     assert doubts(made(), steps=30) == []
+    assert doubts([*made()[:1], Result(REFUSED, [of(REFUSED, 10, 2300)])], steps=30) == [], "it is another strategy"
     fast = [*made()[:1], Result(TWO, [of(TWO, 10, 2300)])]
     assert doubts(fast, steps=19) == [
         "A median of 19 steps says little: --steps 20 or more.",
