@@ -1,6 +1,6 @@
 """Exports the module of a recipe's YAML for serving; it is built without rows, and nothing is trained."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from lightning_distrec._compat import hide_upstream_deprecations
 from lightning_distrec.checkpoint.contents import read_contents
 from lightning_distrec.cli.lightning_cli import RecipeBuilder, build_recipe
 from lightning_distrec.errors import CheckpointError, ConfigError
-from lightning_distrec.serving.artifact import Served, export_for_serving
+from lightning_distrec.serving.artifact import RawRows, Served, export_for_serving
 from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.units import format_bytes, quantity
 
@@ -40,7 +40,8 @@ def export_recipe(options: Namespace, on_progress: Callable[[int], None]) -> Non
     if bits is None and options.bits is not None:
         raise ConfigError("export: --bits is for --format quantized.")
     # Before the module is built, which takes longer than to notice a wrong path.
-    state = read_contents(Path(options.checkpoint), options.pickles).checkpoint.get("state_dict")
+    checkpoint = read_contents(Path(options.checkpoint), options.pickles).checkpoint
+    state = checkpoint.get("state_dict")
     if not isinstance(state, dict):
         raise CheckpointError(f"{options.checkpoint} holds no state_dict; there is nothing to export.")
     hide_upstream_deprecations()
@@ -51,13 +52,14 @@ def export_recipe(options: Namespace, on_progress: Callable[[int], None]) -> Non
     # A Trainer would call this hook, where tables may be made as well as in __init__.
     with tables_on_meta():
         module.configure_model()
-    batch, first_request = _example_batches(module, recipe.datamodule)
+    batch, first_request, raw = _example_batches(module, recipe.datamodule, checkpoint)
     served = export_for_serving(
         module,
         batch,
         Path(options.out),
         state=state,
         first_request=first_request,
+        raw=raw,
         bits=bits,
         overwrite=options.overwrite,
         on_progress=on_progress,
@@ -65,8 +67,13 @@ def export_recipe(options: Namespace, on_progress: Callable[[int], None]) -> Non
     _print_served(served, options)
 
 
-def _example_batches(module: LightningModule, data: LightningDataModule | None) -> tuple[Any, Any]:
-    """Return a batch for predict_step, and one of a single example, if the dataset has these. Raises ConfigError."""
+def _example_batches(
+    module: LightningModule, data: LightningDataModule | None, checkpoint: Mapping[str, Any]
+) -> tuple[Any, Any, RawRows | None]:
+    """Return a batch for predict_step, one of a single example, and the raw rows of the first, where data has these.
+
+    Raises ConfigError: there is no batch.
+    """
     source: Any = module if data is None else data
     base = LightningModule if data is None else LightningDataModule
     if data is not None:
@@ -75,11 +82,22 @@ def _example_batches(module: LightningModule, data: LightningDataModule | None) 
         if not is_overridden(name, source, base):
             continue
         source.setup(stage)
+        if hasattr(source, "raw_rows"):
+            return _batches_of_columns(source, checkpoint)
         loader = getattr(source, name)()
         # Lightning allows several for each stage.
         loader = loader[0] if isinstance(loader, (list, tuple)) else loader
-        return next(iter(loader)), _batch_of_one(loader)
+        return next(iter(loader)), _batch_of_one(loader), None
     raise ConfigError(f"export: no example of a batch: there is none of {', '.join(LOADERS.values())}.")
+
+
+def _batches_of_columns(data: Any, checkpoint: Mapping[str, Any]) -> tuple[Any, Any, RawRows]:
+    # Values are mapped as in training, whatever the files say now.
+    if (state := checkpoint.get(type(data).__qualname__)) is not None:
+        data.load_state_dict(state)
+    rows = data.raw_rows()
+    one = data.columns({column: [value] for column, value in rows[0].items()})
+    return next(iter(data.predict_dataloader())), one, RawRows(mapping=data.columns.to_plain(), rows=rows)
 
 
 def _batch_of_one(loader: Any) -> Any:

@@ -60,6 +60,8 @@ def flat_values(column: Any, feature: Feature) -> tuple[pa.Array, np.ndarray | N
         array = pa.concat_arrays([chunk.cast(pa.large_string()) for chunk in array.chunks])
     if feature.max_length is None:
         return array, None
+    if types.is_null(array.type):
+        array = array.cast(pa.list_(pa.null()))
     if feature.separator is not None and _is_text(array.type):
         # An empty text is an empty sequence, not one of an empty text.
         array = compute.split_pattern(

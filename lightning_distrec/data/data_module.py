@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -277,12 +278,26 @@ class ColumnData(pl.LightningDataModule):
             pin_memory=self.pin_memory,
         )
 
-    def example_rows(self, count: int = 1) -> list[dict[str, Any]]:
-        """Return the first raw rows that there are, by column, without labels."""
-        stage = next(stage for stage in ("predict", "test", "val", "train") if stage in self.groups)
-        names = [name for name in self.columns.columns if name not in self.columns.labels]
-        rows: list[dict[str, Any]] = self.readers[stage].read(self.groups[stage][0], names).slice(0, count).to_pylist()
+    def raw_rows(self) -> list[dict[str, Any]]:
+        """Return the rows of predict_dataloader's first batch by column, in JSON's types, without labels."""
+        loader: Any = self.predict_dataloader()
+        count = sum(stop - first for first, stop in loader.sampler.shares.batch(0, 0))
+        rows: list[dict[str, Any]] = []
+        for group in loader.dataset.groups:
+            table = loader.dataset.reader.read(group, loader.dataset.names).slice(0, count - len(rows))
+            rows += [{column: _plain(value) for column, value in row.items()} for row in table.to_pylist()]
+            if len(rows) == count:
+                break
         return rows
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it: NaN is missing, and a decimal a number."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, (float, Decimal)):
+        return None if value != value else float(value)
+    return value
 
 
 def _is_paths(source: Any) -> bool:

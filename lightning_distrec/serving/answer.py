@@ -2,15 +2,20 @@
 
     python serve.py                  answers request.json, the first of the examples
     python serve.py other.json       answers another request: the inputs by name, as request.json has them
+    python serve.py --http 8080      answers requests that are sent by POST to this port, from this machine alone
     python serve.py --check          compares answers to the examples with those of the trained module
 
-In a program: `serve.Server(folder).answer({"name": tensor, ...})`. Tables stay in their file, mapped into memory.
+Where the folder has columns.json, a request is a row of raw values by column, or a list of rows. In a program:
+`serve.Server(folder).answer({"name": tensor, ...})`, or `answer_plain(request)`. Tables stay in their file, mapped into
+memory.
 """
 
-import importlib
+import importlib.util
 import json
 import sys
+import threading
 import zlib
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +46,13 @@ class Server:
             importlib.import_module(package)
         self.tables = load_file(folder / "tables.safetensors")
         self.program = torch.export.load(folder / "program.pt2").module()
+        self.encoder: Any = None
+        """From raw values to inputs, where the module was trained on columns."""
+        if (folder / "columns.json").exists():
+            spec: Any = importlib.util.spec_from_file_location("raw_values", folder / "raw_values.py")
+            raw_values = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(raw_values)
+            self.encoder = raw_values.Encoder(json.loads((folder / "columns.json").read_text()))
 
     def answer(self, inputs: dict[str, torch.Tensor]) -> Any:
         """Return what predict_step returns. inputs: tensors by name."""
@@ -92,8 +104,19 @@ class Server:
                 listed = ", ".join(f"{length} in '{name}'" for name, length in lengths.items())
                 raise ValueError(f"inputs must have as many rows as each other, and there are {listed}")
 
-    def answer_plain(self, request: dict[str, Any]) -> Any:
-        """Return the answer as lists and dicts. request: lists by name."""
+    def inputs_of_rows(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """Return the inputs of raw rows. Raises ValueError: a column is unknown, or a value of another type."""
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise ValueError("a request is a row of values by column, or a list of rows")
+        arrays = self.encoder.arrays_of_rows(rows)
+        return {name: torch.from_numpy(array) for name, array in arrays.items() if name in self.about["inputs"]}
+
+    def answer_plain(self, request: Any) -> Any:
+        """Return the answer as lists and dicts. request: lists by name; with columns.json, a row or a list of rows."""
+        if self.encoder is not None:
+            return plain(self.answer(self.inputs_of_rows([request] if isinstance(request, dict) else request)))
+        if not isinstance(request, dict):
+            raise ValueError("a request is a dict of inputs by name")
         inputs_by_name = self.about["inputs"]
         unknown = request.keys() - inputs_by_name.keys()
         if unknown:
@@ -115,6 +138,8 @@ class Server:
             inputs[name] = tensor if tensor.numel() or None in shape[1:] else tensor.reshape(0, *shape[1:])
         return plain(self.answer(inputs))
 
+
+MAX_REQUEST_BYTES = 2**26
 
 KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "uint": (int,), "bool": (bool,)}
 """Names of torch's types without bits -> types of JSON for them; others take all numbers."""
@@ -167,8 +192,42 @@ def check(server: Server, folder: Path = HERE) -> float:
     return largest
 
 
+def http_server(server: Server, port: int) -> ThreadingHTTPServer:
+    """Return a server of this machine's own port, for requests by POST; what does not fit is answered with 400."""
+    turn = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 60  # seconds without a byte, after which a connection ends
+
+        def do_POST(self) -> None:  # noqa: N802  http.server's name
+            try:
+                length = int(self.headers.get("Content-Length", 0))
+                if not 0 < length <= MAX_REQUEST_BYTES:
+                    raise ValueError(f"a request needs a Content-Length of 1 to {MAX_REQUEST_BYTES} bytes")
+                request = json.loads(self.rfile.read(length))
+                with turn:
+                    status, answer = 200, server.answer_plain(request)
+            except (ValueError, RecursionError) as error:
+                status, answer = 400, {"error": str(error)}
+            content = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Write no line for each request."""
+
+    return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+
+
 if __name__ == "__main__":
-    if sys.argv[1:] in (["-h"], ["--help"]):
+    if sys.argv[1:2] == ["--http"] and len(sys.argv) == 3 and sys.argv[2].isdecimal():
+        with http_server(Server(), int(sys.argv[2])) as http:
+            print(f"http://127.0.0.1:{http.server_port}: send requests by POST", flush=True)
+            http.serve_forever()
+    elif sys.argv[1:] in (["-h"], ["--help"]):
         print(__doc__)
     elif sys.argv[1:] == ["--check"]:
         allowed = json.loads((HERE / "serving.json").read_text())["largest_difference"]

@@ -5,6 +5,7 @@ tables.safetensors  the tables, in float or quantized; a server maps them into m
 serving.json     inputs, quantization, and how far the answers were from the module's
 examples.safetensors, request.json  a batch with the module's answers; a first request
 serve.py         answers requests: answer.py
+columns.json, raw_values.py   how raw values become inputs, where the data was columns: data/raw_values.py
 """
 
 import contextlib
@@ -38,7 +39,17 @@ from lightning_distrec.serving.program import (
 from lightning_distrec.serving.tables import QuantizedTensor, find_rows, lookups_of, quantize_lookups
 
 TABLES, PROGRAM, ABOUT, SCRIPT = "tables.safetensors", "program.pt2", "serving.json", "serve.py"
-EXAMPLES, REQUEST = "examples.safetensors", "request.json"
+EXAMPLES, REQUEST, COLUMNS = "examples.safetensors", "request.json", "columns.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RawRows:
+    """What a batch was made of."""
+
+    mapping: dict[str, Any]
+    """From columns to the batch, as `Columns.to_plain` returns it."""
+    rows: list[dict[str, Any]]
+    """The batch's raw values by column, in JSON's types."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +82,7 @@ def export_for_serving(
     *,
     state: Mapping[str, Any] | None = None,
     first_request: Any = None,
+    raw: RawRows | None = None,
     bits: int | None = None,
     overwrite: bool = False,
     on_progress: Callable[[int], None] = lambda written: None,
@@ -79,7 +91,8 @@ def export_for_serving(
 
     module: on the host; with `state`, its tables may be on the meta device. batch: for predict_step; the program takes
     batches of any size that have the same containers. state: the module's weights, tensors or handles; None: its
-    own. first_request: a smaller batch, for request.json. bits: 8 or 4 for quantized rows; None keeps them.
+    own. first_request: a smaller batch, for request.json. raw: what `batch` was made of; requests are raw rows then.
+    bits: 8 or 4 for quantized rows; None keeps them.
     on_progress: called with bytes of tables written. Disk: the tables, and with `bits` once more in float meanwhile.
     Raises ConfigError: it cannot be exported; CheckpointError: the state lacks weights, or the disk has no space.
     """
@@ -92,7 +105,7 @@ def export_for_serving(
     tables = {name: state[name] for name in names}
     with _new_folder(folder, overwrite) as new_folder:
         try:
-            return _write(module, batch, first_request, tables, new_folder, bits, on_progress)
+            return _write(module, batch, first_request, raw, tables, new_folder, bits, on_progress)
         except OSError as error:
             raise CheckpointError(f"{folder} cannot be written: {error}. Nothing was left there.") from error
 
@@ -123,6 +136,7 @@ def _write(
     module: LightningModule,
     batch: Any,
     first_request: Any,
+    raw: RawRows | None,
     tables: dict[str, Any],
     folder: Path,
     bits: int | None,
@@ -161,6 +175,13 @@ def _write(
     # safetensors refuses tensors that share memory, as inputs and outputs of a step may.
     save_file({name: tensor.clone().contiguous() for name, tensor in examples.items()}, folder / EXAMPLES)
     shutil.copyfile(answer.__file__, folder / SCRIPT)
+    files = [TABLES, PROGRAM, EXAMPLES, REQUEST]
+    if raw is not None:
+        from lightning_distrec.data import raw_values  # it needs pyarrow, as the data did
+
+        _write_json(folder / COLUMNS, raw.mapping)
+        shutil.copyfile(raw_values.__file__, folder / "raw_values.py")
+        files += [COLUMNS, "raw_values.py"]
 
     # The files on disk answer, by the code that will serve them.
     server = answer.Server(folder)
@@ -170,14 +191,19 @@ def _write(
         server.answer(request)
     except (RuntimeError, ValueError):  # torch.export's guards on a size that predict_step has made a number
         request, fixed = inputs, True
-    _write_json(folder / REQUEST, {name: request[name].tolist() for name in inputs})
+    if raw is None:
+        _write_json(folder / REQUEST, {name: request[name].tolist() for name in inputs})
+    else:
+        if any(not torch.equal(tensor, inputs[name]) for name, tensor in server.inputs_of_rows(raw.rows).items()):
+            raise CheckpointError("raw rows become other inputs than the batch has: their data is not this batch's.")
+        _write_json(folder / REQUEST, raw.rows[: None if fixed else 1])
     if first_request is not None and not fixed:
-        # Inputs that are as long as each other in both batches have a row for each example.
-        for name in inputs:
+        # Inputs that are as long as each other in both batches have a row for each example, but values have lengths.
+        for name in inputs.keys() - {about.get("lengths_of") for about in described.values()}:
             described[name]["rows"] = [len(inputs[name]), len(request[name])] if inputs[name].dim() else []
     differences, differs = _differences(answers, outputs)
     largest = float(differences.max()) if differences.numel() else 0.0
-    crc32 = {name: answer.file_crc32(folder / name) for name in (TABLES, PROGRAM, EXAMPLES, REQUEST)}
+    crc32 = {name: answer.file_crc32(folder / name) for name in files}
     _write_json(folder / ABOUT, {**about, "largest_difference": largest, "crc32": crc32})
     return Served(
         num_tables=len(stored),
