@@ -15,6 +15,7 @@ MAX_SAMPLE = 2**20
 
 def type_problem(kind: pa.DataType, feature: Feature) -> str | None:
     """Return why a feature cannot read a column of this type; None: it can."""
+    kind = kind.value_type if types.is_dictionary(kind) else kind
     is_text = types.is_string(kind) or types.is_large_string(kind)
     is_sequence = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     if feature.max_length is None and is_sequence:
@@ -60,6 +61,8 @@ def flat_values(column: Any, feature: Feature) -> tuple[pa.Array, np.ndarray | N
         array = pa.concat_arrays([chunk.cast(pa.large_string()) for chunk in array.chunks])
     if feature.max_length is None:
         return array, None
+    if types.is_dictionary(array.type):
+        array = array.cast(array.type.value_type)
     if types.is_null(array.type):
         array = array.cast(pa.list_(pa.null()))
     if feature.separator is not None and _is_text(array.type):

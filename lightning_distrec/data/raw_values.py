@@ -1,8 +1,8 @@
 """Turns raw values into ids and numbers, by numpy alone: in training, and in served folders, which get this file.
 
-Texts are hashed as UTF-8: 8 bytes at a time, little-endian and filled up with zeros, each mixed in by the finalizer of
-SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014). Integers are hashed as
-their decimals, so that 42 and "42" are one value; booleans as "true" and "false".
+Texts are hashed as UTF-8: their length, then words of 8 bytes, filled up with zeros, one at least, each mixed in by the
+finalizer of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014). Integers are
+hashed as their decimals, so that 42 and "42" are one value; booleans as "true" and "false".
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ class Encoded(NamedTuple):
     def take(self, rows: np.ndarray) -> "Encoded":
         """Return the given rows, in their order."""
         if self.offsets is None:
-            return Encoded(self.values[rows], None)
+            return Encoded(np.take(self.values, rows, axis=0), None)
         lengths = np.diff(self.offsets)[rows]
         return Encoded(self.values[places(self.offsets[:-1][rows], lengths)], offsets_of(lengths))
 
@@ -71,7 +71,8 @@ def join(parts: list[Encoded]) -> Encoded:
     values = np.concatenate([part.values for part in parts])
     if parts[0].offsets is None:
         return Encoded(values, None)
-    return Encoded(values, offsets_of(np.concatenate([_lengths(part) for part in parts])))
+    lengths = [np.diff(part.offsets) for part in parts]  # type: ignore[type-var]
+    return Encoded(values, offsets_of(np.concatenate(lengths)))
 
 
 def places(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -130,16 +131,18 @@ def hash_texts(texts: Texts, seed: int = 0) -> np.ndarray:
 def _hash_block(texts: Texts, block: slice, start: np.ndarray) -> np.ndarray:
     starts, lengths = texts.starts[block], texts.lengths[block]
     hashes = start ^ lengths.astype(np.uint64)
-    shortest = int(lengths.min())
-    for done in range(0, int(lengths.max(initial=0)), WORD):
-        # All texts have a first word in most columns: no selection then.
-        rows: Any = slice(None) if shortest > done else np.flatnonzero(lengths > done)
+    for done in range(0, max(1, int(lengths.max())), WORD):
+        # Every text has a first word, an empty one a zero.
+        rows: Any = np.flatnonzero(lengths > done) if done else slice(None)
         first, remaining = starts[rows] + done, lengths[rows] - done
-        shift = ((first & (WORD - 1)) << 3).astype(np.uint64)
+        odd_bytes = first & (WORD - 1)
         first = first >> 3
-        # Two steps for the upper part: a shift by 64 bits is undefined.
-        word = texts.words[first + 1] << np.uint64(1) << (np.uint64(63) - shift)
-        word |= texts.words[first] >> shift
+        word = texts.words[first]
+        if odd_bytes.any():
+            shift = (odd_bytes << 3).astype(np.uint64)
+            word >>= shift
+            # Two steps for the upper part: a shift by 64 bits is undefined.
+            word |= texts.words[first + 1] << np.uint64(1) << (np.uint64(63) - shift)
         word &= MASKS[np.minimum(remaining, WORD)]
         hashes[rows] = mix(hashes[rows] ^ word)
     return hashes
@@ -219,9 +222,12 @@ class Encoder:
         arrays, dense = {}, []
         ids = {name: feature for name, feature in encoded.items() if self.features[name]["kind"] != "number"}
         if self.plain["form"] == "jagged" and ids:
-            lengths = [_lengths(feature) for feature in ids.values()]
+            lengths = np.ones((len(ids), num_rows), dtype=np.int32)
+            for row, feature in zip(lengths, ids.values(), strict=True):
+                if feature.offsets is not None:
+                    row[:] = np.diff(feature.offsets)
             arrays["ids.values"] = np.concatenate([feature.values for feature in ids.values()])
-            arrays["ids.lengths"] = np.concatenate(lengths).astype(np.int32)
+            arrays["ids.lengths"] = lengths.ravel()
         for name, feature in encoded.items():
             if feature.offsets is None and name not in ids:
                 dense.append(feature.values)
@@ -232,7 +238,7 @@ class Encoder:
         return arrays
 
     def _padded(self, name: str, feature: Encoded) -> np.ndarray:
-        lengths = _lengths(feature)
+        lengths = np.diff(feature.offsets)  # type: ignore[type-var]
         padded = np.zeros((len(lengths), self.features[name]["max_length"]), dtype=feature.values.dtype)
         padded[np.arange(padded.shape[1]) < lengths[:, None]] = feature.values
         return padded
@@ -301,10 +307,6 @@ def _is_missing(values: Any) -> np.ndarray:
         return np.isnan(values)
     is_null = np.zeros(len(values.starts), dtype=bool) if values.is_null is None else values.is_null
     return is_null if values.codes is None else np.append(is_null, True)[values.codes]
-
-
-def _lengths(feature: Encoded) -> np.ndarray:
-    return np.ones(len(feature.values), dtype=np.int64) if feature.offsets is None else np.diff(feature.offsets)
 
 
 def _sequence(value: Any, separator: str | None) -> list[Any]:

@@ -76,11 +76,13 @@ class ParquetReader:
             raise DataError(f"{place}: {_first_line(error)}") from error
 
     def _read(self, group: RowGroup, columns: Sequence[str]) -> pa.Table:
-        file = _opened(group.file, os.getpid())
+        # Texts as dictionaries, as most files have them: each different one is hashed once.
+        texts = tuple(column for column, kind in self.types.items() if kind in (pa.string(), pa.large_string()))
+        file = _opened(group.file, os.getpid(), texts)
         table = file.read_row_group(group.number, columns=list(columns), use_threads=False).select(columns)
-        kinds = [self.types[column] for column in columns]
-        if kinds != table.schema.types:
-            table = table.cast(pa.schema(list(zip(columns, kinds, strict=True))))
+        for place, column in enumerate(columns):
+            if table.schema.types[place] != self.types[column] and column not in texts:
+                table = table.set_column(place, column, table[column].cast(self.types[column]))
         return table.slice(group.first, group.num_rows)
 
 
@@ -89,10 +91,10 @@ def _first_line(error: Exception) -> str:
 
 
 @lru_cache(maxsize=4)
-def _opened(file: str, process: int) -> parquet.ParquetFile:
+def _opened(file: str, process: int, texts: tuple[str, ...] = ()) -> parquet.ParquetFile:
     # By process: connections of a store do not survive a fork.
     store, path = store_of(file)
-    return parquet.ParquetFile(store.open_input_file(path), pre_buffer="://" in file)
+    return parquet.ParquetFile(store.open_input_file(path), pre_buffer="://" in file, read_dictionary=list(texts))
 
 
 def store_of(path: str) -> tuple[fs.FileSystem, str]:

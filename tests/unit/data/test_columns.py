@@ -59,16 +59,16 @@ def test_hashes_are_those_of_every_version_and_machine() -> None:
         0,
     ]
     assert hash_texts(texts, 7).tolist() == [
-        3207296026000306913,
+        9507321334815476053,
         1690956918524374692,
         6508283531349256670,
         713098079299573124,
         15650065911258565284,
         2103285074218470806,
         8404281191788173918,
-        3207296026000306913,
+        9507321334815476053,
     ]
-    assert rows_of(hash_texts(texts, 7), 1000).tolist() == [174, 92, 353, 39, 848, 114, 456, 174]
+    assert rows_of(hash_texts(texts, 7), 1000).tolist() == [515, 92, 353, 39, 848, 114, 456, 515]
 
 
 @settings(max_examples=60, deadline=None)
