@@ -1,7 +1,11 @@
 """From columns of files to batches of ids and numbers, the same in training and in serving."""
 
-from lightning_distrec.data.columns import Columns, FeatureTable
-from lightning_distrec.data.data_module import ColumnData
-from lightning_distrec.data.features import Bucketize, Cross, Hash, Number, Vocabulary
+from lightning_distrec.errors import require
+
+require("pyarrow", "lightning_distrec.data")  # before the imports below fail without a way out
+
+from lightning_distrec.data.columns import Columns, FeatureTable  # noqa: E402
+from lightning_distrec.data.data_module import ColumnData  # noqa: E402
+from lightning_distrec.data.features import Bucketize, Cross, Hash, Number, Vocabulary  # noqa: E402
 
 __all__ = ["Bucketize", "ColumnData", "Columns", "Cross", "FeatureTable", "Hash", "Number", "Vocabulary"]

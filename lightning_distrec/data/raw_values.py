@@ -49,11 +49,16 @@ class Encoded(NamedTuple):
     offsets: np.ndarray | None
     """(num_rows + 1,) int64: where sequences begin and end; None: one value for each row."""
 
+    def lengths(self) -> np.ndarray:
+        """Return the length of each sequence."""
+        assert self.offsets is not None, "a row has one value"
+        return np.diff(self.offsets)
+
     def take(self, rows: np.ndarray) -> "Encoded":
         """Return the given rows, in their order."""
         if self.offsets is None:
             return Encoded(np.take(self.values, rows, axis=0), None)
-        lengths = np.diff(self.offsets)[rows]
+        lengths = self.lengths()[rows]
         return Encoded(self.values[places(self.offsets[:-1][rows], lengths)], offsets_of(lengths))
 
     def slice(self, first: int, stop: int) -> "Encoded":
@@ -71,8 +76,7 @@ def join(parts: list[Encoded]) -> Encoded:
     values = np.concatenate([part.values for part in parts])
     if parts[0].offsets is None:
         return Encoded(values, None)
-    lengths = [np.diff(part.offsets) for part in parts]  # type: ignore[type-var]
-    return Encoded(values, offsets_of(np.concatenate(lengths)))
+    return Encoded(values, offsets_of(np.concatenate([part.lengths() for part in parts])))
 
 
 def places(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -225,7 +229,7 @@ class Encoder:
             lengths = np.ones((len(ids), num_rows), dtype=np.int32)
             for row, feature in zip(lengths, ids.values(), strict=True):
                 if feature.offsets is not None:
-                    row[:] = np.diff(feature.offsets)
+                    row[:] = feature.lengths()
             arrays["ids.values"] = np.concatenate([feature.values for feature in ids.values()])
             arrays["ids.lengths"] = lengths.ravel()
         for name, feature in encoded.items():
@@ -238,7 +242,7 @@ class Encoder:
         return arrays
 
     def _padded(self, name: str, feature: Encoded) -> np.ndarray:
-        lengths = np.diff(feature.offsets)  # type: ignore[type-var]
+        lengths = feature.lengths()
         padded = np.zeros((len(lengths), self.features[name]["max_length"]), dtype=feature.values.dtype)
         padded[np.arange(padded.shape[1]) < lengths[:, None]] = feature.values
         return padded

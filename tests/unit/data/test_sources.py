@@ -1,5 +1,7 @@
 """Files, folders, text, stores and tables give the same rows; what is wrong is an error that says where."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import fsspec
@@ -12,6 +14,7 @@ from pyarrow import parquet
 
 from lightning_distrec.data import ColumnData, Hash, Number, Vocabulary
 from lightning_distrec.errors import ConfigError, DataError
+from tests.support.environments import environment
 
 FEATURES = {
     "user": Hash(rows=1000),
@@ -189,3 +192,9 @@ def test_impossible_sources_are_refused(tmp_path: Path) -> None:
         ColumnData(7, FEATURES, "y").setup()
     with pytest.raises(ConfigError, match="batch_size=0"):
         ColumnData("x", FEATURES, "y", batch_size=0)
+
+
+def test_without_pyarrow_the_room_names_what_to_install() -> None:
+    code = "import importlib.util as u; u.find_spec = lambda name: None\nimport lightning_distrec.data"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment())
+    assert "lightning_distrec.data needs the package pyarrow" in done.stderr
