@@ -20,6 +20,9 @@ MEASURE = "measure"
 VARIABLES = {"intra_node": "INTRA_NODE_BANDWIDTH", "cross_node": "CROSS_NODE_BANDWIDTH"}
 MILLISECONDS = 1000
 """torchrec counts bytes per millisecond, we count bytes per second."""
+SLOWEST = {"intra_node": 1e9, "cross_node": 100e6}
+"""Less is no bandwidth of nodes that train together: a variable without a unit is per millisecond then, as TorchEasyRec
+reads it, whose usual numbers are 644e6 and 13e6."""
 DEFAULTS = {
     "intra_node": constants.INTRA_NODE_BANDWIDTH * MILLISECONDS,
     "cross_node": constants.CROSS_NODE_BANDWIDTH * MILLISECONDS,
@@ -136,11 +139,19 @@ def bandwidth_request(option: BandwidthOption, environment: Mapping[str, str]) -
             number = parse_bandwidth(value, f"planning.bandwidths.{name}={value!r}")
             configured[name] = Bandwidth(bytes_per_second=number, origin="argument")
         elif text := environment.get(variable, "").strip():
-            number = parse_bandwidth(text, f"the environment's {variable}={text!r}")
-            configured[name] = Bandwidth(bytes_per_second=number, origin=f"environment {variable}")
+            configured[name] = _read_variable(name, variable, text)
         elif option == MEASURE:
             to_measure.append(name)
     return BandwidthRequest(configured, tuple(to_measure))
+
+
+def _read_variable(name: str, variable: str, text: str) -> Bandwidth:
+    number = parse_bandwidth(text, f"the environment's {variable}={text!r}")
+    # Only a number without a unit is ambiguous.
+    if number < SLOWEST[name] and not text.upper().endswith(("B/S", "BIT/S")):
+        origin = f"environment {variable}={text}, read as bytes per millisecond"
+        return Bandwidth(bytes_per_second=number * MILLISECONDS, origin=origin)
+    return Bandwidth(bytes_per_second=number, origin=f"environment {variable}")
 
 
 def as_bandwidths(option: BandwidthOption) -> Bandwidths:

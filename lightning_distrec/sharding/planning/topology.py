@@ -67,12 +67,14 @@ def reservation_of(option: str | None, environment: Mapping[str, str]) -> Reserv
     except ValueError:
         # All comparisons with nan are false, so that the check below refuses it.
         number = float("nan")
-    if not 0 <= number < 100:
+    if not 0 <= number < 100 or number == 1:
         raise ConfigError(
-            f"the environment's {VARIABLE}={text!r}: a number from 0 to below 100 is needed, the percentage of each "
-            "rank's memory that is not for tables; or a share below 1, as TorchEasyRec has it."
+            f"the environment's {VARIABLE}={text!r}: the share of each rank's memory that is not for tables is needed, "
+            "from 0 to below 1, as TorchEasyRec has it; or a percentage above 1 and below 100."
         )
-    return Reservation(share=number if number < 1 else number / 100, origin=f"environment {VARIABLE}")
+    if number < 1:
+        return Reservation(share=number, origin=f"environment {VARIABLE}={text}, a share")
+    return Reservation(share=number / 100, origin=f"environment {VARIABLE}")
 
 
 def _parse_reserve(value: str) -> Reservation:

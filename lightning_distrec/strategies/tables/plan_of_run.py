@@ -1,7 +1,7 @@
 """The plan of a run: from a file, from an earlier run of the module or from the planner; printed and saved."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,18 +16,18 @@ from lightning_distrec._compat.lightning_checkpoints import resumed_path
 from lightning_distrec.checkpoint.single_file import read_plan
 from lightning_distrec.errors import ConfigError, PlanError
 from lightning_distrec.sharding.planning.checks import check_memory, plan_for_run
+from lightning_distrec.sharding.planning.constraints import TableConstraints
 from lightning_distrec.sharding.planning.plan_file import PLAN_FILE, load_plan, save_plan
 from lightning_distrec.sharding.planning.planner import estimate_plan, make_plan
 from lightning_distrec.sharding.planning.report_text import print_plan
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan, plan_from_torchrec
-from lightning_distrec.sharding.planning.table_options import PlanningOptions
 from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.strategies.tables.cluster_facts import ClusterFacts
 from lightning_distrec.strategies.tables.decisions import Decisions
 from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs, TableSettings
 
 OF_CHECKPOINT = "FORCE_LOAD_SHARDING_PLAN"
-"""1: a fit follows the plan in the checkpoint that it resumes from. TorchEasyRec reads it too."""
+"""1: a fit follows the plan in the checkpoint that it resumes from, as in TorchEasyRec."""
 
 
 def plan_tables(
@@ -43,8 +43,15 @@ def plan_tables(
         # A plan of other groups names ranks that are in another group now.
         old = None if earlier is None or earlier.groups.size != inputs.groups.size else plan_of(earlier, inputs)
         resumes_from = resumed_path(inputs.trainer) if inputs.fits else None
-        planning = follow_checkpoint(inputs.settings.planning, resumes_from)
-        return plan_or_follow(decisions, old, replace(inputs.settings, planning=planning), facts)
+        settings, constraints = inputs.settings, decisions.constraints
+        if settings.planning.plan_file is None and follows_checkpoint() and resumes_from is not None:
+            saved = load_plan(resumes_from, read_plan)
+            if saved.num_ranks == facts.layout.num_ranks:
+                settings = replace(settings, planning=replace(settings.planning, plan_file=resumes_from))
+            else:
+                constraints = keep_sharding_types(constraints, saved)
+                rank_zero_info(f"Tables keep the sharding types of {resumes_from}, for {saved.num_ranks} ranks.")
+        return plan_or_follow(replace(decisions, constraints=constraints), old, settings, facts)
 
     plan = _from_rank_zero(make)
     if inputs.fits and inputs.trainer.is_global_zero:
@@ -133,17 +140,27 @@ def _still_suits(old: ShardingPlan, decisions: Decisions) -> bool:
 # -------------------------------------------------------------------------------------------------------- plan files
 
 
-def follow_checkpoint(planning: PlanningOptions, ckpt_path: str | None) -> PlanningOptions:
-    """Return the options with the plan of the checkpoint that a fit resumes from, where the environment asks for it.
-
-    ckpt_path: None for a fit from the start. A plan_file comes first. Raises ConfigError: the variable is not 0 or 1.
-    """
+def follows_checkpoint() -> bool:
+    """Whether the environment asks for the plan of the checkpoint that a fit resumes from. Raises ConfigError."""
     value = os.environ.get(OF_CHECKPOINT, "").strip() or "0"
     if value not in ("0", "1"):
         raise ConfigError(f"{OF_CHECKPOINT}={value}: set 1 to follow the plan of ckpt_path, or 0.")
-    if value == "0" or ckpt_path is None or planning.plan_file is not None:
-        return planning
-    return replace(planning, plan_file=ckpt_path)
+    return value == "1"
+
+
+def keep_sharding_types(constraints: Mapping[str, TableConstraints], plan: ShardingPlan) -> dict[str, TableConstraints]:
+    """Return constraints that leave each table its sharding type in a plan for another number of ranks.
+
+    A type that the user's options or these ranks do not allow is planned anew.
+    Source: TorchEasyRec, tzrec/utils/plan_util.py, create_planner.
+    """
+    saved_types = {name: (table.sharding_type,) for name, table in plan.tables.items()}
+    return {
+        name: replace(constraint, sharding_types=saved_types[name])
+        if saved_types.get(name, ("",))[0] in constraint.sharding_types
+        else constraint
+        for name, constraint in constraints.items()
+    }
 
 
 def follow(source: str | TorchRecPlan, decisions: Decisions, facts: ClusterFacts) -> ShardingPlan:

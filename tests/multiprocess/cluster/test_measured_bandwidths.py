@@ -118,11 +118,11 @@ def _line(text: str) -> str:
 
 def test_the_start_table_shows_what_was_believed_and_why() -> None:
     planning = {"bandwidths": {"host_memory": "7GB/s"}, "reserve": "100MB"}
-    texts = run_on_ranks(_fit, 2, planning, {"INTRA_NODE_BANDWIDTH": "5000000000"})
+    texts = run_on_ranks(_fit, 2, planning, {"INTRA_NODE_BANDWIDTH": "5000000"})
     assert _line(texts[0][0]).startswith(
         "512 examples per rank (assumed), 953.7 MiB per rank (memory_bytes_per_rank), 95.4 MiB reserved (argument); "
         "host_memory 7.0 GB/s (argument), "
-        "intra_node 5.0 GB/s (environment INTRA_NODE_BANDWIDTH)"
+        "intra_node 5.0 GB/s (environment INTRA_NODE_BANDWIDTH=5000000, read as bytes per millisecond)"
     )
     assert "Planned with" not in texts[1][0]
 
@@ -171,7 +171,7 @@ def test_a_variable_that_is_wrong_is_refused_on_every_rank() -> None:
     texts = run_on_ranks(_fit, 2, {}, {"STORAGE_RESERVE_PERCENT": "150"})
     for text, _ in texts:
         assert text.startswith(ConfigError.__name__)
-        assert "STORAGE_RESERVE_PERCENT='150': a number from 0 to below 100 is needed" in text
+        assert "STORAGE_RESERVE_PERCENT='150': the share of each rank's memory" in text
 
 
 def test_where_all_memory_is_reserved_every_rank_raises() -> None:

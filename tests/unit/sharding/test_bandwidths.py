@@ -44,6 +44,25 @@ def test_an_argument_stands_above_the_environment_and_that_above_torchrec() -> N
     assert actual["host_memory"][1] == "torchrec's default"
 
 
+@pytest.mark.parametrize(
+    ("variable", "text", "bytes_per_second"),
+    [
+        ("INTRA_NODE_BANDWIDTH", "644245094.4", 600 * 2**30),
+        ("CROSS_NODE_BANDWIDTH", "13421772.8", 12.5 * 2**30),
+        ("CROSS_NODE_BANDWIDTH", "2e6", 2e9),
+        ("CROSS_NODE_BANDWIDTH", "125000000", 125e6),
+        ("CROSS_NODE_BANDWIDTH", "50 MB/s", 50e6),
+        ("CROSS_NODE_BANDWIDTH", "200 mbit/s", 25e6),
+        ("INTRA_NODE_BANDWIDTH", "1e9", 1e9),
+    ],
+)
+def test_a_number_that_no_network_has_is_torcheasyrecs(variable: str, text: str, bytes_per_second: float) -> None:
+    name = variable.lower().removesuffix("_bandwidth")
+    number, origin = said(assumed(None, {variable: text}))[name]
+    assert number == pytest.approx(bytes_per_second)
+    assert ("read as bytes per millisecond" in origin) == (number > 1e9)
+
+
 def test_a_dict_and_an_object_say_the_same() -> None:
     inputs = {"intra_node": "25GB/s", "host_memory": 3e9}
     assert assumed(inputs) == assumed(Bandwidths(**inputs))

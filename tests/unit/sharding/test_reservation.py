@@ -27,9 +27,9 @@ def test_without_a_word_it_is_15_percent_as_it_was() -> None:
         ("400B", {}, 400, "400 B", "argument"),
         ("4GB", {}, 1000, "3.7 GiB", "argument"),
         (None, {"STORAGE_RESERVE_PERCENT": "30"}, 300, "30%", "environment STORAGE_RESERVE_PERCENT"),
-        (None, {"STORAGE_RESERVE_PERCENT": "0.5"}, 500, "50%", "environment STORAGE_RESERVE_PERCENT"),
-        (None, {"STORAGE_RESERVE_PERCENT": "1"}, 10, "1%", "environment STORAGE_RESERVE_PERCENT"),
-        (None, {"STORAGE_RESERVE_PERCENT": "0"}, 0, "0%", "environment STORAGE_RESERVE_PERCENT"),
+        (None, {"STORAGE_RESERVE_PERCENT": "0.5"}, 500, "50%", "environment STORAGE_RESERVE_PERCENT=0.5, a share"),
+        (None, {"STORAGE_RESERVE_PERCENT": "1.5"}, 15, "1.5%", "environment STORAGE_RESERVE_PERCENT"),
+        (None, {"STORAGE_RESERVE_PERCENT": "0"}, 0, "0%", "environment STORAGE_RESERVE_PERCENT=0, a share"),
         (None, {"STORAGE_RESERVE_PERCENT": " "}, 150, "15%", "default"),
         ("20%", {"STORAGE_RESERVE_PERCENT": "30"}, 200, "20%", "argument"),
     ],
@@ -60,9 +60,11 @@ def test_what_cannot_be_is_refused(inputs: object, message: str) -> None:
         PlanningOptions(reserve=inputs)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("text", ["-1", "100", "many", "nan", "15%"])
+@pytest.mark.parametrize("text", ["-1", "1", "100", "many", "nan", "15%"])
 def test_a_variable_that_is_no_percentage_is_reported(text: str) -> None:
-    with pytest.raises(ConfigError, match=f"STORAGE_RESERVE_PERCENT='{text}': a number from 0 to below 100 is needed"):
+    with pytest.raises(
+        ConfigError, match=f"STORAGE_RESERVE_PERCENT='{text}': the share of each rank's memory .* from 0 to below 1"
+    ):
         reservation_of(None, {"STORAGE_RESERVE_PERCENT": text})
 
 
