@@ -99,3 +99,31 @@ class _KeepsStates(fetchers._PrefetchDataFetcher):
         if self._combined_loader is not None:
             override_loader_states(self._combined_loader, None)
         super().teardown()
+
+
+def replace_predictions(trainer: Any, kind: type, predict: Callable[[Any, int, int], None]) -> Patches:
+    """Call `predict` for batches of a class, by index and dataloader, in place of predict_step and all of its hooks."""
+    # Upstream: the loop calls all hooks and keeps a result for each batch. Can go when a batch can be left out.
+    # Source: lightning/pytorch/loops/prediction_loop.py.
+    loop = trainer.predict_loop
+    original = loop._predict_step
+
+    def step(batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
+        if isinstance(batch, kind):
+            predict(batch, batch_idx, dataloader_idx)
+        else:
+            original(batch, batch_idx, dataloader_idx, dataloader_iter)
+
+    patches = Patches()
+    patches.replace(loop, "_predict_step", step)
+    return patches
+
+
+def predict_again(trainer: Any, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+    """Run the strategy's predict_step as the loop does, without its hooks. Source: as above."""
+    loop, strategy = trainer.predict_loop, trainer.strategy
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
+    batch = strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
+    kwargs = loop._build_kwargs(batch, batch_idx, dataloader_idx if loop.num_dataloaders > 1 else None)
+    strategy.predict_step(*loop._build_step_args_from_hook_kwargs(kwargs, "predict_step"))

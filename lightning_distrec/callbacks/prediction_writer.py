@@ -31,9 +31,6 @@ class PredictionWriter(BasePredictionWriter):
         columns: what of each batch is written too, as keys, positions or attributes joined by dots: "user", "0.item".
     """
 
-    drops_repeats = True
-    """Strategies that need as many batches on every rank may repeat some."""
-
     def __init__(self, path: str, columns: list[str] | None = None) -> None:
         super().__init__("batch")
         if not path.endswith(".parquet"):
@@ -138,23 +135,14 @@ class PredictionWriter(BasePredictionWriter):
 
     def _join(self) -> int:
         import pyarrow
-        from pyarrow import compute, parquet
+        from pyarrow import parquet
 
         tables = [parquet.read_table(file) for file in sorted(self._parts.glob("*.parquet"))]
         if not tables:
             raise DataError("predict_step returned nothing, so there is nothing to write.")
         table = pyarrow.concat_tables(tables)
         keys = [name for name in (LOADER, INDEX) if name in table.column_names]
-        table = table.sort_by([(name, "ascending") for name in keys]).combine_chunks()
-        # A rank with fewer batches has repeated its last one.
-        repeated = None
-        for name in keys:
-            column = table[name]
-            is_repeated = compute.equal(column[1:], column[:-1])
-            repeated = is_repeated if repeated is None else compute.and_(repeated, is_repeated)
-        first = pyarrow.array([True]) if len(table) else pyarrow.array([], pyarrow.bool_())
-        mask = pyarrow.concat_arrays([first, *compute.invert(repeated).chunks])
-        table = table.filter(mask)
+        table = table.sort_by([(name, "ascending") for name in keys])
         new = self._path.with_name(f"{self._path.name}.new")
         parquet.write_table(table, new)
         new.replace(self._path)

@@ -1,4 +1,4 @@
-"""Stops all ranks after the last batch that every rank has.
+"""Stops all ranks after the last batch that every rank has; or, for predictions, after the last that any rank has.
 
 A rank that still has a batch when another has none would wait in the tables' exchange forever. Ranks compare the
 lengths of sized loaders once, and the states of other loaders before every batch.
@@ -18,16 +18,16 @@ from lightning_distrec.errors import DataError
 from lightning_distrec.ranks import Ranks
 
 UnevenInputs = Literal["stop", "error"]
+Repeats = Literal["no", "last", "empty"]
+"""What a rank gets that has had its batches, while other ranks have some: nothing; its last one; that, or None."""
 FAILED, ENDED, HAS_BATCH = 0, 1, 2
 """What a loader gives when it is asked for a batch; the minimum over ranks decides."""
 
 
-def even(
-    loader: Any, ranks: Ranks, mode: UnevenInputs, warn: Callable[[str], None], drops_repeats: bool = False
-) -> Any:
+def even(loader: Any, ranks: Ranks, mode: UnevenInputs, warn: Callable[[str], None], repeats: Repeats = "no") -> Any:
     """Collective. Return a loader that gives the same number of batches on every rank, `loader` itself if it does.
 
-    drops_repeats: repeated examples are dropped by whoever takes the batches: ranks with fewer repeat their last one.
+    repeats: whether ranks with fewer batches get `Repeated` ones, instead of all ranks stopping.
     Raises DataError on every rank: the lengths differ and mode is "error"; a rank has no batch at all.
     """
     if ranks.num_ranks == 1:
@@ -36,20 +36,21 @@ def even(
     is_exact = isinstance(loader, DataLoader) and not has_iterable_dataset(loader)
     gathered = ranks.all_gather((sized_len(loader), is_exact))
     lengths = [length for length, _ in gathered]
-    if None in lengths:
-        return EvenLoader(loader, EndPolicy(ranks, mode, warn))
     sizes = [length for length in lengths if length is not None]
-    if not all(are_exact for _, are_exact in gathered):
-        return EvenLoader(loader, EndPolicy(ranks, mode, warn), min(sizes))
+    end, all_exact = EndPolicy(ranks, mode, warn), None not in lengths and all(is_exact for _, is_exact in gathered)
+    if not all_exact and repeats != "no" and mode == "stop":
+        return RepeatingLoader(loader, None, end, repeats)
+    if not all_exact:
+        return EvenLoader(loader, end, None if None in lengths else min(sizes))
     if len(set(sizes)) == 1:
         return loader
     text = f"the ranks have {', '.join(map(str, sizes))} batches of {type(loader).__name__}"
     if mode == "error":
         raise DataError(f"{text}, and uneven_inputs='error'. Give each rank as many, or set uneven_inputs='stop'.")
-    if min(sizes) == 0:
+    if min(sizes) == 0 and repeats != "empty":
         raise DataError(f"{text}: none that all of them have. Give every rank at least one batch.")
-    if drops_repeats:
-        return RepeatingLoader(loader, max(sizes))
+    if repeats != "no":
+        return RepeatingLoader(loader, max(sizes), end, repeats)
     warn(f"{text}; all stop after {min(sizes)} (uneven_inputs='stop').")
     return ShortenedLoader(loader, min(sizes))
 
@@ -57,7 +58,7 @@ def even(
 class Wrapper:
     """A loader around another one, which has all other attributes: sampler, dataset, state for resuming."""
 
-    _attributes: tuple[str, ...] = ("end", "agrees", "length")
+    _attributes: tuple[str, ...] = ("end", "agrees", "length", "repeats")
     """Attributes of the wrappers; all others are the loader's."""
 
     def __init__(self, loader: Any) -> None:
@@ -111,22 +112,6 @@ class ShortenedLoader(LoaderOfLength):
         return islice(iter(self._loader), self.length)
 
 
-class RepeatingLoader(LoaderOfLength):
-    """All batches of a sized loader, and then its last one again, until `length`."""
-
-    def __iter__(self) -> Iterator[Any]:
-        count, batch = 0, None
-        for batch in self._loader:
-            yield batch
-            count += 1
-        # Where Lightning looks up which examples a batch has.
-        seen = getattr(getattr(self._loader, "batch_sampler", None), "seen_batch_indices", None)
-        for _ in range(self.length - count):
-            if seen:
-                seen.append(seen[-1])
-            yield batch
-
-
 @dataclass(frozen=True)
 class EndPolicy:
     """What happens where the ranks' batches end at different places, or a rank's loader fails.
@@ -160,6 +145,47 @@ class EndPolicy:
         if count == 0:
             raise DataError(f"{text}: there is no batch that all ranks have. Give every rank at least one batch.")
         self.warn(f"{text}; all stop here (uneven_inputs='stop').")
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """A rank's last batch again, None if it has had none: other ranks have one, and wait for this rank's exchanges."""
+
+    batch: Any
+
+
+class RepeatingLoader(Wrapper):
+    """All batches of a loader, and then `Repeated` ones while any rank has batches.
+
+    length: the largest of any rank; None: it is not known, ranks agree on each batch, and iterating is collective.
+    Iterating raises DataError as `EndPolicy` does; under repeats="empty" a rank may have no batch.
+    """
+
+    def __init__(self, loader: Any, length: int | None, end: EndPolicy, repeats: Repeats) -> None:
+        super().__init__(loader)
+        self.length, self.end, self.repeats = length, end, repeats
+
+    def __len__(self) -> int:
+        if self.length is None:
+            raise TypeError(f"{type(self._loader).__name__} has no length on some rank")
+        return self.length
+
+    def __iter__(self) -> Iterator[Any]:
+        batches, last, count = self._begin_late(), None, 0
+        while self.length is None or count < self.length:
+            state, batch, failure = draw_next(batches)
+            if self.length is None:
+                states = self.end.ranks.all_gather(state)
+                has_none = count == 0 and ENDED in states and self.repeats != "empty"
+                if FAILED in states or has_none:
+                    self.end.apply(count, state, failure)
+                if HAS_BATCH not in states:
+                    return
+            elif failure is not None:
+                raise failure
+            last = batch if state == HAS_BATCH else last
+            yield batch if state == HAS_BATCH else Repeated(last)
+            count += 1
 
 
 class EvenLoader(Wrapper):

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_distrec import spans
 from lightning_distrec._compat.lightning import DataFetcher, combining_mode, loader_states, override_loader_states
-from lightning_distrec.prefetch.even_batches import ENDED, FAILED, HAS_BATCH, EndPolicy, EvenLoader, draw_next
+from lightning_distrec.prefetch.even_batches import ENDED, FAILED, HAS_BATCH, EndPolicy, EvenLoader, Repeated, draw_next
 from lightning_distrec.prefetch.in_flight_batch import InFlightBatch
 from lightning_distrec.prefetch.prefetcher import Prefetcher
 
@@ -85,7 +85,8 @@ class PrefetchFetcher(DataFetcher):
             self._end_epoch()  # now: Lightning does not ask again after the last batch
         self.done = counted or self._has_ended
         self._prefetcher.current, self._prefetcher.following = in_flight, list(self._queue)
-        return ReadyBatch(in_flight.batch), *in_flight.indices
+        ready = ReadyBatch(in_flight.batch)
+        return Repeated(ready) if in_flight.is_repeated else ready, *in_flight.indices
 
     def _next_batch(self) -> InFlightBatch:
         with spans.span(spans.WAIT_DATA):
@@ -139,6 +140,8 @@ class PrefetchFetcher(DataFetcher):
             in_flight.indices = (batch_idx, dataloader_idx)
             in_flight.loader_states = loader_states(self.combined_loader)
             if state == HAS_BATCH:
+                if isinstance(batch, Repeated):
+                    batch, in_flight.is_repeated = batch.batch, True
                 try:
                     self._make_ready(in_flight, batch, dataloader_idx)
                 except Exception as error:  # raised when its step is due, and on all ranks

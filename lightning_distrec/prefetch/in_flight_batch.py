@@ -70,6 +70,7 @@ class InFlightBatch:
         self.batch: Any = None
         self.loader_states: Any = None
         self.indices: tuple[int, int] = (0, 0)
+        self.is_repeated = False  # for other ranks' batches, after the last one of this rank
         self.roots = BatchRoots(None)
         """What provenance looks at: the batch, and what the module declares."""
         self.copied: Any = None

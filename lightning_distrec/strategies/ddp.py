@@ -66,6 +66,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
     """
 
     strategy_name = "ddp_tuned"
+    predicts_alone = True
 
     def __init__(
         self,

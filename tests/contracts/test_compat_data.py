@@ -124,6 +124,38 @@ def test_begin_loaders_again_draws_the_first_batch_when_it_is_taken() -> None:
     assert trainer.global_step == 4
 
 
+class Predicts(BoringModel):
+    """Notes what predict_step gets, and which hooks are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Any, ...]] = []
+
+    def predict_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.seen.append((int(batch[0]), batch_idx, dataloader_idx))
+
+    def on_after_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
+        return batch + 1
+
+    def on_predict_batch_end(self, _: Any, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.seen.append(("end", batch_idx, dataloader_idx))
+
+
+def test_a_prediction_can_be_made_again_without_hooks_and_results() -> None:
+    model = Predicts()
+    trainer = pl.Trainer(accelerator="cpu", **NO_OUTPUT)
+    trainer.strategy.connect(model)
+
+    def again(batch: tuple[int, ...], batch_idx: int, dataloader_idx: int) -> None:
+        _data.predict_again(trainer, torch.ones(1) * batch[0], batch_idx, dataloader_idx)
+
+    with _data.replace_predictions(trainer, tuple, again):
+        loaders = [DataLoader([torch.tensor(4.0), (7,)], batch_size=None, collate_fn=lambda sample: sample)] * 2
+        assert trainer.predict(model, loaders) == [[None], [None]]
+    assert model.seen == [item for loader in (0, 1) for item in ((5, 0, loader), ("end", 0, loader), (8, 1, loader))]
+    assert "_predict_step" not in vars(trainer.predict_loop)
+
+
 def test_is_for_rank_zero_sees_the_decorator_alone() -> None:
     assert rank_zero_only(_lightning.is_for_rank_zero)() is True
     assert _lightning.is_for_rank_zero() is False

@@ -112,9 +112,3 @@ class WeightCopies(nn.Module):
                 value = copy.detach().clone()
                 copy.copy_(other)
                 other.copy_(value)
-
-
-def drops_repeats(trainer: Trainer) -> bool:
-    """Return whether a callback drops repeated examples of a prediction, as PredictionWriter does."""
-    callbacks = trainer.callbacks if trainer.predicting else []  # type: ignore[attr-defined]
-    return any(getattr(callback, "drops_repeats", False) for callback in callbacks)

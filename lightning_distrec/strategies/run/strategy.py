@@ -43,10 +43,10 @@ from lightning_distrec.strategies.run.launched_ranks import (
     has_no_script,
     wrap_launch,
 )
-from lightning_distrec.strategies.run.lightning_callbacks import drops_repeats
 from lightning_distrec.strategies.run.process_runs import PROCESS, Waits
 from lightning_distrec.strategies.run.run import Run, refuse_shards_of_torchrec, start_session
 from lightning_distrec.strategies.run.stopping import STOPPED, StopHandler, StopOptions
+from lightning_distrec.strategies.run.uneven_predictions import choose_repeats, join_predictions
 
 AnyRun = TypeVar("AnyRun", bound=Run)
 MatmulPrecision = Literal["highest", "high", "medium"]
@@ -74,6 +74,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
 
     takes_launched_ranks = True
     """Read by `lightning_distrec`, before Lightning chooses a cluster environment."""
+    predicts_alone = False  # whether a prediction makes no exchanges
     cluster_environment: ClusterEnvironment  # the Trainer sets it before it calls any hook
     _run: AnyRun | None = None
     undo_last = ExitStack()  # of a launch that has failed
@@ -239,6 +240,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         # ExitStack runs the last one first: handlers are put back after the patches below are undone.
         run.undo.callback(lambda: stopping.undo(run.has_failed))
         run.undo.enter_context(local_world_size(self.num_local_ranks))
+        run.undo.enter_context(join_predictions(trainer, self))
         run.undo.enter_context(call_overridden_hooks(trainer))
         run.undo.enter_context(log_at_less_python(trainer))
         run.undo.enter_context(before_values_are_reduced(trainer, run.logged_keys.before_epoch_ends))
@@ -249,8 +251,8 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
     def process_dataloader(self, dataloader: object) -> object:
         if self._session is None:  # a loop was asked for its data outside of a run: there are no others to agree with
             return dataloader
-        trainer, session = self.module.trainer, self.session
-        loader = even(dataloader, session.consensus, self._uneven_inputs, rank_zero_warn, drops_repeats(trainer))
+        trainer, session, mode = self.module.trainer, self.session, self._uneven_inputs
+        loader = even(dataloader, session.consensus, mode, rank_zero_warn, choose_repeats(trainer, self.predicts_alone))
         return session.checkpoints.positions.keep(loader) if trainer.training else loader
 
     def before_training_step(self) -> AnyRun:

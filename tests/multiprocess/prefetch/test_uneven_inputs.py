@@ -4,13 +4,16 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_distrec import TorchRecShardedStrategy, TunedDDPStrategy, TunedFSDPStrategy
 from tests.support.click_model import EvaluatedModel, make_batch, rank_loader, seeded, train_unsharded
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_warm_ranks
-from tests.support.trainers import make_trainer
+from tests.support.trainers import DEFAULTS, make_trainer
 
 
 class Stream(IterableDataset):
@@ -49,10 +52,52 @@ def _train(kind: str, train: tuple[int, ...], val: tuple[int, ...], mode: str) -
 def test_all_ranks_stop_after_the_last_batch_that_all_have(kind: str) -> None:
     results = run_on_warm_ranks(_train, 3, kind, (7, 5, 6), (2, 3, 4), "stop")
     for rank in range(3):
-        assert (results[rank]["steps"], results[rank]["val"], results[rank]["predicted"]) == (10, 4, 2)
+        assert (results[rank]["steps"], results[rank]["val"], results[rank]["predicted"]) == (10, 4, 2 + rank)
     start = seeded(EvaluatedModel, torch.optim.SGD, {"lr": 1.0})
     reference = train_unsharded(train_unsharded(start, 5, 3), 5, 3).final_state
     assert max(float((results[0]["state"][key] - reference[key]).abs().max()) for key in reference) <= 1e-6
+
+
+class Predicts(EvaluatedModel):
+    """Counts its predictions, and the batches for which hooks are called."""
+
+    num_predictions = num_hooks = 0
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        self.num_predictions += 1
+        return self(batch)
+
+    def on_predict_batch_end(self, *_: Any) -> None:
+        self.num_hooks += 1
+
+
+def _predict(kind: str, counts: tuple[int, ...]) -> dict[str, Any]:
+    """Return predictions under each strategy of two loaders, the counts of predict_step and of hooks."""
+    strategies = {"sharded": TorchRecShardedStrategy(), "fsdp": TunedFSDPStrategy(), "ddp": TunedDDPStrategy()}
+    strategies["no prefetching"] = TorchRecShardedStrategy(prefetch={"depth": 1})
+    results = {}
+    for name, strategy in strategies.items():
+        model = seeded(Predicts, torch.optim.SGD, {"lr": 1.0})
+        trainer = pl.Trainer(strategy=strategy, devices=rank_and_num_ranks()[1], **DEFAULTS)
+        predicted = trainer.predict(model, [_loader(kind, counts), _loader(kind, counts[::-1])])
+        results[name] = (predicted, model.num_predictions, model.num_hooks)
+    without = pl.Trainer(strategy=TunedDDPStrategy(), devices=rank_and_num_ranks()[1], **DEFAULTS)
+    results["a rank without data"] = len(without.predict(model, _loader(kind, (2, 0))))
+    return results
+
+
+@pytest.mark.parametrize("kind", ["sized", "stream"])
+def test_every_batch_of_every_rank_is_predicted(kind: str) -> None:
+    counts = (5, 3)
+    model = seeded(EvaluatedModel, torch.optim.SGD, {"lr": 1.0}).requires_grad_(False)
+    for rank, results in enumerate(run_on_warm_ranks(_predict, 2, kind, counts)):
+        assert results.pop("a rank without data") == (2, 0)[rank]
+        lengths = (counts[rank], counts[1 - rank])
+        expected = [[model(make_batch(1000 * step + rank)) for step in range(length)] for length in lengths]
+        for name, (predicted, num_predictions, num_hooks) in results.items():
+            torch.testing.assert_close(predicted, expected, msg=lambda text, name=name: f"{name}: {text}")
+            # Under ddp a rank goes on alone; else it runs its last batch again with the others, without hooks.
+            assert (num_predictions, num_hooks) == ((8, 8) if name == "ddp" else (10, 8)), name
 
 
 @pytest.mark.parametrize("kind", ["sized", "stream"])

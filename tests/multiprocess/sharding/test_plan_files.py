@@ -119,15 +119,14 @@ def _follow_on_other_ranks(folder: str) -> list[Any]:
     fits = [fit(ckpt_path=f"{folder}/it.ckpt", max_steps=STEPS)]
     fits.append(fit(ckpt_path=f"{folder}/it.ckpt", max_steps=STEPS, cuts=["table_wise", "row_wise"]))
     del os.environ[OF_CHECKPOINT]
-    tables = [{name: table for plan in each["plan"].values() for name, table in plan.items()} for each in fits]
-    return [{name: table.sharding_type for name, table in named.items()} for named in tables]
+    return [{name: table.sharding_type for name, table in each["plan"].items()} for each in fits]
 
 
 def test_on_other_ranks_tables_keep_the_sharding_types_of_a_checkpoint(tmp_path: Path) -> None:
     run_on_warm_ranks(_fit_and_save, 2, str(tmp_path))
     types, limited_types = run_on_warm_ranks(_follow_on_other_ranks, 1, str(tmp_path))[0]
-    assert types == {"wide": "column_wise", "narrow": "row_wise"}
-    assert limited_types == {"wide": "table_wise", "narrow": "row_wise"}
+    assert types == {"ebc.wide": "column_wise", "ebc.narrow": "row_wise", "ebc.shared": "table_wise"}
+    assert limited_types == {"ebc.wide": "table_wise", "ebc.narrow": "row_wise", "ebc.shared": "table_wise"}
 
 
 def _follow_with_little_memory(folder: str) -> str:
