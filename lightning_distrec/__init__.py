@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_distrec.callbacks.communication import Communication
+    from lightning_distrec.callbacks.data_report import DataReport
     from lightning_distrec.callbacks.prediction_writer import PredictionWriter
     from lightning_distrec.callbacks.rank_monitor import RankMonitor
     from lightning_distrec.callbacks.scaled_learning_rate import ScaledLearningRate
@@ -41,6 +42,7 @@ __all__ = [
     "Bandwidths",
     "CheckpointOptions",
     "Communication",
+    "DataReport",
     "DynamicIds",
     "FSDPOptions",
     "LaunchedRanks",
@@ -71,6 +73,7 @@ _HOMES = {
     "PowerSGDOptions": "lightning_distrec.strategies.data_parallel.gradient_exchange",
     "CheckpointOptions": "lightning_distrec.checkpoint.checkpoint_options",
     "Communication": "lightning_distrec.callbacks.communication",
+    "DataReport": "lightning_distrec.callbacks.data_report",
     "DynamicIds": "lightning_distrec.callbacks.table_callbacks",
     "FSDPOptions": "lightning_distrec.strategies.fully_sharded.fsdp_options",
     "LaunchedRanks": "lightning_distrec.cluster.environment",

@@ -1,12 +1,12 @@
 """Counts the samples of batches: where `samples_from` says, or by lookups' features, or by the loader's batch size."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_distrec.batch_leaves import is_keyed, named_leaves
 from lightning_distrec.errors import ConfigError, did_you_mean
 
 
@@ -25,7 +25,7 @@ class SampleCounter:
 
     def start(self, loaders: Any, datamodule: Any = None) -> None:
         """Begin with the first batch. loaders: those of a fit, in any nesting; datamodule: may have a `batch_size`."""
-        sources = [*_leaves(loaders), datamodule]
+        sources = [*(loader for _, loader in named_leaves(loaders)), datamodule]
         sources += [getattr(source, "batch_sampler", None) for source in sources]
         sizes = {getattr(source, "batch_size", None) for source in sources}
         self._batch_sizes = {size for size in sizes if isinstance(size, int)}
@@ -37,11 +37,10 @@ class SampleCounter:
         Raises ConfigError: the batch has nothing at the path.
         """
         value = batch if self._path is None else value_at(batch, self._path, "samples_from")
-        leaves = list(_leaves(value))
+        leaves = [leaf for _, leaf in named_leaves(value)]
         for leaf in leaves:
-            # By an attribute, so that strategies without tables need not import torchrec. Where keys have strides of
-            # their own, none of them is known to be the number of samples.
-            if hasattr(leaf, "stride_per_key") and not leaf.variable_stride_per_key():
+            # Where keys have strides of their own, none of them is known to be the number of samples.
+            if is_keyed(leaf) and not leaf.variable_stride_per_key():
                 return int(leaf.stride())
         sizes = [int(leaf.shape[0]) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
         if len(set(sizes)) == 1:
@@ -67,18 +66,6 @@ class SampleCounter:
         ) + "Set samples_from to a tensor whose first dim is the number of samples."
         if self._source:
             rank_zero_warn(f"{self._source}: {self.problem}")
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    """Yield the leaves of nested dicts, lists, tuples and dataclasses."""
-    # is_dataclass holds for classes too, which have no values.
-    if is_dataclass(value) and not isinstance(value, type):
-        value = [getattr(value, field.name) for field in fields(value)]
-    if not isinstance(value, (Mapping, list, tuple)):
-        yield value
-        return
-    for child in value.values() if isinstance(value, Mapping) else value:
-        yield from _leaves(child)
 
 
 def value_at(batch: Any, path: str, option: str) -> Any:

@@ -150,7 +150,7 @@ def test_a_prediction_can_be_made_again_without_hooks_and_results() -> None:
         _data.predict_again(trainer, torch.ones(1) * batch[0], batch_idx, dataloader_idx)
 
     with _data.replace_predictions(trainer, tuple, again):
-        loaders = [DataLoader([torch.tensor(4.0), (7,)], batch_size=None, collate_fn=lambda sample: sample)] * 2
+        loaders = [DataLoader([torch.tensor([4.0]), (7,)], batch_size=None, collate_fn=lambda sample: sample)] * 2
         assert trainer.predict(model, loaders) == [[None], [None]]
     assert model.seen == [item for loader in (0, 1) for item in ((5, 0, loader), ("end", 0, loader), (8, 1, loader))]
     assert "_predict_step" not in vars(trainer.predict_loop)

@@ -15,7 +15,8 @@ MAX_LINES = 400
 
 ROOMS = {"cluster", "sharding", "optimizers", "prefetch", "checkpoint"}
 GROUND = {"errors", "versions", "ranks", "spans", "chunks", "host_memory", "gpu", "units", "atomic_files", "_compat"}
-GROUND |= {"late_weights", "namespaces", "option_values", "own_operations", "pytorch_lightning", "unpicklable"}
+GROUND |= {"batch_leaves", "late_weights", "namespaces", "option_values", "own_operations", "pytorch_lightning"}
+GROUND |= {"rank_reports", "unpicklable"}
 SHARDING = {
     "sharding",
     "sharding/mapping",

@@ -1,12 +1,13 @@
 """Counts ids in batches for the planner: how many per example, and what share of a batch's ids is different."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from lightning_distrec.batch_leaves import named_leaves
 from lightning_distrec.sharding.planning.constraints import TableConstraints
 from lightning_distrec.sharding.tables import Table
 
@@ -49,7 +50,7 @@ class IdCounts:
         # What sparse_inputs(batch) returns often is a part of the batch, whose ids would otherwise count twice.
         seen: set[int] = set()
         for batch in batches:
-            for name, leaf in _leaves("", batch, seen):
+            for name, leaf in named_leaves(batch, seen=seen):
                 self._count(name, leaf)
 
     def _count(self, name: str, leaf: Any) -> None:
@@ -104,27 +105,3 @@ class IdCounts:
             share = self.distinct_share(table)
             counted[table.full_name] = replace(table_constraints, pooling_factors=factors, distinct_share=share)
         return counted
-
-
-def _leaves(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """Yield what is in containers and dataclasses, at any depth, with the name that it has in the innermost of them."""
-    # This also ends the recursion where a list or a dict contains itself.
-    if id(value) in seen:
-        return
-    if isinstance(value, (Mapping, list, tuple, Tensor, JaggedTensor, KeyedJaggedTensor)):
-        seen.add(id(value))
-    inner: list[tuple[str, Any]]
-    if isinstance(value, Mapping):
-        inner = [(str(key), part) for key, part in value.items()]
-    # A named tuple before plain ones: its fields have names, by which tables are found.
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        inner = list(zip(value._fields, value, strict=True))
-    elif isinstance(value, (list, tuple)):
-        inner = [(name, part) for part in value]
-    elif is_dataclass(value) and not isinstance(value, type):
-        inner = [(field.name, getattr(value, field.name)) for field in fields(value)]
-    else:
-        yield name, value
-        return
-    for part_name, part in inner:
-        yield from _leaves(part_name, part, seen)

@@ -45,6 +45,7 @@ from lightning_distrec.strategies.run.launched_ranks import (
 )
 from lightning_distrec.strategies.run.process_runs import PROCESS, Waits
 from lightning_distrec.strategies.run.run import Run, refuse_shards_of_torchrec, start_session
+from lightning_distrec.strategies.run.same_data import compare_first_batches
 from lightning_distrec.strategies.run.stopping import STOPPED, StopHandler, StopOptions
 from lightning_distrec.strategies.run.uneven_predictions import choose_repeats, join_predictions
 
@@ -233,14 +234,13 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         refuse_shards_of_torchrec(module)
         refuse_checkpoint_io(self._checkpoint_options, self.checkpoint_io)
         job = self.resuming.job if self.resuming else JobFit(".", "")
-        checkpoints = session.checkpoints
-        checkpoints.start_run(module, job)
-        stopping = StopHandler(trainer, session.step_consensus, checkpoints, self._stop_options, job)
+        session.checkpoints.start_run(module, job)
+        stopping = StopHandler(trainer, session.step_consensus, session.checkpoints, self._stop_options, job)
         self._run = run = kind(trainer=trainer, module=module, session=session, stopping=stopping)
         # ExitStack runs the last one first: handlers are put back after the patches below are undone.
         run.undo.callback(lambda: stopping.undo(run.has_failed))
         run.undo.enter_context(local_world_size(self.num_local_ranks))
-        run.undo.enter_context(join_predictions(trainer, self))
+        run.undo.enter_context(compare_first_batches(self) if run.is_fitting else join_predictions(trainer, self))
         run.undo.enter_context(call_overridden_hooks(trainer))
         run.undo.enter_context(log_at_less_python(trainer))
         run.undo.enter_context(before_values_are_reduced(trainer, run.logged_keys.before_epoch_ends))
