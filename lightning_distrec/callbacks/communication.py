@@ -1,9 +1,9 @@
 """Counts the exchanges of each rank per step, and the bytes that it sends, by kind."""
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from os import environ
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from lightning_distrec.callbacks.sent_bytes import (
     KINDS,
     RARE_KINDS,
     RINGS,
+    Nodes,
     classify_call,
     dtype_sent,
     exchanged_bytes,
@@ -57,7 +58,7 @@ class Communication(Stoppable):
         self._log_times = LogTimes()
         self._unwatch: Callable[[], None] | None = None
         self._reductions: list[tuple[DistributedDataParallel, float, float]] = []
-        self._ranks_on_node: int | None = None
+        self._nodes: Nodes = None
         self._evaluating = False
         self._fit = SentTotals()
         self._since_log = SentTotals()
@@ -89,11 +90,9 @@ class Communication(Stoppable):
         self._log_times.start()
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        # torchrun sets it, and our strategies while they run. Without it, what leaves a node is unknown, and not shown.
-        local = environ.get("LOCAL_WORLD_SIZE", "")
-        self._ranks_on_node = int(local) if local.isdecimal() and int(local) else None
+        self._nodes = find_nodes(trainer)
         reducing = [ddp for ddp in find_ddps(trainer) if not has_comm_hook(ddp)]  # the calls of hooks are seen
-        self._reductions = [(ddp, *reduced_bytes(ddp, self._ranks_on_node)) for ddp in reducing]
+        self._reductions = [(ddp, *reduced_bytes(ddp, self._nodes)) for ddp in reducing]
         # These replace functions of torch.distributed in this process: on_exception and teardown undo them too.
         undo = ExitStack()
         undo.enter_context(watch_collectives((*EXCHANGES, *RINGS), self._count_call))
@@ -144,7 +143,7 @@ class Communication(Stoppable):
         if trainer.progress_bar_callback is not None:
             # An active progress bar would be drawn again below the table.
             trainer.progress_bar_callback.teardown(trainer, pl_module, "fit")
-        print_table(self._gathered, self._ranks_on_node, self._fit.steps)
+        print_table(self._gathered, self._nodes, self._fit.steps)
 
     @override
     def stop(self) -> None:
@@ -159,13 +158,13 @@ class Communication(Stoppable):
         # Global ranks, because nodes are numbered by them; a rank in a subgroup has another number.
         ranks = dist.get_process_group_ranks(group)
         if name in EXCHANGES:
-            sent, across = exchanged_bytes(arguments, ranks, dist.get_rank(), self._ranks_on_node)
+            sent, across = exchanged_bytes(arguments, ranks, dist.get_rank(), self._nodes)
         else:
-            sent, across = ring_bytes(name, arguments, ranks, self._ranks_on_node)
+            sent, across = ring_bytes(name, arguments, ranks, self._nodes)
         self._count(classify_call(name, dtype_sent(arguments), caller), sent, across, calls=1)
 
     def _count_send(self, tensor: Tensor, to_rank: int, caller: str) -> None:
-        kind, sent, across = sent_by_stage(tensor, to_rank, caller, dist.get_rank(), self._ranks_on_node)
+        kind, sent, across = sent_by_stage(tensor, to_rank, caller, dist.get_rank(), self._nodes)
         self._count(kind, sent, across, calls=1)
 
     def _count(self, kind: str, sent: float, across_nodes: float, calls: int) -> None:
@@ -178,7 +177,7 @@ class Communication(Stoppable):
         shown = [kind for kind in KINDS if kind not in RARE_KINDS or self._fit.calls[kind]]
         numbers = {f"communication/{kind.replace(' ', '_')}_bytes": traffic.sent[kind] for kind in shown}
         numbers["communication/all_bytes"] = sum(traffic.sent.values())
-        if self._ranks_on_node is not None:
+        if self._nodes is not None:
             numbers["communication/across_nodes_bytes"] = sum(traffic.across_nodes.values())
         numbers |= {f"communication/{kind.replace(' ', '_')}_calls": n for kind, n in traffic.calls.items() if n}
         return {name: number / max(traffic.steps, 1) for name, number in numbers.items()}
@@ -192,6 +191,16 @@ class Communication(Stoppable):
         gathered = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
         dist.all_gather(gathered, numbers)
         return torch.stack(gathered).cpu()
+
+
+def find_nodes(trainer: Trainer) -> Nodes:
+    """Return the node of each rank, as our strategies and torchrun know it; None: what leaves a node is not shown."""
+    if (session := getattr(trainer.strategy, "session", None)) is not None:
+        return session.nodes.node_of_rank  # type: ignore[no-any-return]
+    local_size = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not local_size.isdecimal() or not int(local_size):
+        return None
+    return [rank // int(local_size) for rank in range(trainer.world_size)]
 
 
 def find_ddps(trainer: Trainer) -> list[DistributedDataParallel]:

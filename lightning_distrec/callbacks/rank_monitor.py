@@ -120,7 +120,9 @@ class RankMonitor(Clocked):
         if trainer.is_global_zero:
             # The store lives as long as the process group, which further fits use: what is read is removed.
             records = self._board.records("last", WAIT_SECONDS)
-            self.summary = summarize_ranks(records, self._board.missing(records), self._share)
+            divided_by = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+            readers = trainer.world_size // divided_by
+            self.summary = summarize_ranks(records, self._board.missing(records), self._share, readers)
             self._board.clear()
 
     @override

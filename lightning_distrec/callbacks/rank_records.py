@@ -185,8 +185,13 @@ def _slowest(totals: Sequence[Totals], records: Sequence[RankRecord]) -> int:
     return records[own_ms.index(max(own_ms))].rank
 
 
-def summarize_ranks(records: Sequence[RankRecord], missing: Sequence[int], share: float) -> dict[str, Any]:
-    """Return the summary as plain values. missing: ranks without a record. share: see `stragglers`."""
+def summarize_ranks(
+    records: Sequence[RankRecord], missing: Sequence[int], share: float, readers: int = 1
+) -> dict[str, Any]:
+    """Return the summary as plain values. missing: ranks without a record. share: see `stragglers`.
+
+    readers: how many ranks read the same samples, as those of a pipeline do.
+    """
     fits = [record.fit for record in records]
     seconds = max(fit.seconds for fit in fits)
     spans = dict.fromkeys(name for fit in fits for name in fit.seconds_by_span)
@@ -198,7 +203,7 @@ def summarize_ranks(records: Sequence[RankRecord], missing: Sequence[int], share
         "ranks_without_record": list(missing),
         "steps": max(fit.steps for fit in fits),
         # All ranks' samples over the time of the slowest, for which the others wait.
-        "samples_per_second": sum(fit.samples for fit in fits) / seconds if seconds else 0.0,
+        "samples_per_second": sum(fit.samples for fit in fits) / readers / seconds if seconds else 0.0,
         "step_ms": step,
         "ms_per_step": {**span_ms, "other": step - sum(span_ms.values())} if span_ms else {},
         "slowest_rank": _slowest(fits, records),

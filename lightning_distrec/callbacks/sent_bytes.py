@@ -1,6 +1,7 @@
 """What one call of a collective sends: its kind, the bytes that leave the rank, and those that leave its node."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,6 +38,10 @@ _OF_ROWS = ("torchrec.distributed.comm_ops", "lightning_distrec.sharding.lookup.
 """Modules that send rows and their gradients by other collectives too."""
 
 
+Nodes = Sequence[int] | None
+"""The node of each rank; None where it is not known."""
+
+
 def classify_call(name: str, dtype: torch.dtype, caller: str) -> str:
     """Return the kind of a call. caller: the module that makes it, which identifies torchrec's calls and ours."""
     # Modules are looked at before dtypes: control messages may be integers, as ids are.
@@ -62,22 +67,17 @@ def classify_call(name: str, dtype: torch.dtype, caller: str) -> str:
     return DENSE_GRADIENTS if caller.startswith(HOOKS) else OTHER
 
 
-def sent_by_stage(
-    tensor: Tensor, to_rank: int, caller: str, rank: int, ranks_on_node: int | None
-) -> tuple[str, float, float]:
+def sent_by_stage(tensor: Tensor, to_rank: int, caller: str, rank: int, nodes: Nodes) -> tuple[str, float, float]:
     """Return the kind of a stage's send, its bytes, and those that leave the node of `rank`.
 
     caller: the function of torch's PipelineStage that makes it.
     """
     sent = float(_bytes(tensor))
-    # Nodes have equal numbers of ranks, and ranks are numbered node by node, as launchers do it.
-    is_away = ranks_on_node is not None and to_rank // ranks_on_node != rank // ranks_on_node
+    is_away = nodes is not None and nodes[to_rank] != nodes[rank]
     return STAGE_GRADIENTS if caller == "get_bwd_send_ops" else STAGE_OUTPUTS, sent, sent if is_away else 0.0
 
 
-def exchanged_bytes(
-    arguments: dict[str, Any], ranks: list[int], rank: int, ranks_on_node: int | None
-) -> tuple[float, float]:
+def exchanged_bytes(arguments: dict[str, Any], ranks: list[int], rank: int, nodes: Nodes) -> tuple[float, float]:
     """Return the bytes of an all-to-all that leave `rank`, and those that leave its node.
 
     arguments: of all_to_all_single or all_to_all, by name. ranks: the global ranks of the group.
@@ -93,16 +93,14 @@ def exchanged_bytes(
         chunks = [_bytes(sent) * split / rows for split in splits or [len(sent) / len(ranks)] * len(ranks)]
     # The chunk of a rank for itself is copied, not sent.
     to_others = [(other, chunk) for other, chunk in zip(ranks, chunks, strict=True) if other != rank]
-    away = [chunk for other, chunk in to_others if ranks_on_node and other // ranks_on_node != rank // ranks_on_node]
+    away = [chunk for other, chunk in to_others if nodes is not None and nodes[other] != nodes[rank]]
     return float(sum(chunk for _, chunk in to_others)), float(sum(away))
 
 
-def ring_bytes(
-    name: str, arguments: dict[str, Any], ranks: list[int], ranks_on_node: int | None
-) -> tuple[float, float]:
+def ring_bytes(name: str, arguments: dict[str, Any], ranks: list[int], nodes: Nodes) -> tuple[float, float]:
     """Return the bytes that leave each rank in a ring of `ranks`, and those that leave its node, averaged over ranks.
 
-    Each rank sends chunks to the next one, so as many links cross nodes as there are nodes.
+    Each rank sends chunks to the next one of the group.
     """
     num_others = len(ranks) - 1
     if name == "all_reduce":
@@ -118,10 +116,10 @@ def ring_bytes(
     else:
         # Here the argument is one rank's shard, and each rank sends W - 1 of those.
         sent = _bytes(arguments["tensor" if name == "all_gather" else "input_tensor"]) * num_others
-    return float(sent), float(sent) * _share_across_nodes(ranks, ranks_on_node)
+    return float(sent), float(sent) * _share_across_nodes(ranks, nodes)
 
 
-def reduced_bytes(ddp: DistributedDataParallel, ranks_on_node: int | None) -> tuple[float, float]:
+def reduced_bytes(ddp: DistributedDataParallel, nodes: Nodes) -> tuple[float, float]:
     """Return the same as `ring_bytes` for the gradients that DDP reduces in one backward."""
     gradients = sum(
         _bytes(parameter)
@@ -131,7 +129,7 @@ def reduced_bytes(ddp: DistributedDataParallel, ranks_on_node: int | None) -> tu
     )
     ranks = dist.get_process_group_ranks(ddp.process_group)
     sent = 2 * gradients * (len(ranks) - 1) / len(ranks)
-    return sent, sent * _share_across_nodes(ranks, ranks_on_node)
+    return sent, sent * _share_across_nodes(ranks, nodes)
 
 
 def dtype_sent(arguments: dict[str, Any]) -> torch.dtype:
@@ -146,18 +144,18 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _share_across_nodes(ranks: list[int], ranks_on_node: int | None) -> float:
-    if not ranks_on_node:
+def _share_across_nodes(ranks: list[int], nodes: Nodes) -> float:
+    """Return the share of a ring's links that leave a node: all, where ranks are dealt out to nodes in turns."""
+    if nodes is None:
         return 0.0
-    # One link of the ring leaves each node, out of as many links as ranks. Within one node none does.
-    nodes = len({rank // ranks_on_node for rank in ranks})
-    return nodes / len(ranks) if nodes > 1 else 0.0
+    links = zip(ranks, [*ranks[1:], ranks[0]], strict=True)
+    return sum(nodes[rank] != nodes[other] for rank, other in links) / len(ranks)
 
 
-def print_table(per_step: Tensor, ranks_on_node: int | None, steps: int, console: Console | None = None) -> None:
+def print_table(per_step: Tensor, nodes: Nodes, steps: int, console: Console | None = None) -> None:
     """Print the table. per_step: shape (ranks, 3, kinds), bytes sent, those across nodes, and calls."""
     ranks = len(per_step)
-    several_nodes = ranks_on_node is not None and ranks_on_node < ranks
+    several_nodes = nodes is not None and len(set(nodes)) > 1
     title = f"Bytes sent per rank and step ({ranks} ranks, {steps} steps)"
     caption = "All-to-alls and sends are counted exactly, other collectives as rings; gradients under DDP are computed."
     text = TextTable(title=title, title_justify="left", caption=caption, caption_justify="left")

@@ -4,14 +4,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torchrec.distributed.types import ShardingEnv
 
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.option_values import plain_fields
 from lightning_distrec.ranks import Ranks
+
+if TYPE_CHECKING:
+    from torchrec.distributed.types import ShardingEnv
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +100,10 @@ class ShardingGroups:
         """Return the ranks that have the same shards as `rank`, itself among them."""
         return range(rank % self.size, self.num_ranks, self.size)
 
-    def environment(self) -> ShardingEnv:
+    def environment(self) -> "ShardingEnv":
         """Return what torchrec's sharders take: the ranks among which tables are sharded, counted within the group."""
+        from torchrec.distributed.types import ShardingEnv  # not loaded by strategies without tables
+
         if self.sharding is None:
             return ShardingEnv.from_process_group(dist.group.WORLD)  # type: ignore[arg-type]
         # Without a process group at first: torchrec would make a device mesh of all ranks for it, which nothing needs.
@@ -215,6 +219,11 @@ class NodeLayout:
     def num_nodes(self) -> int:
         """Number of nodes."""
         return len(set(self.node_of_rank))
+
+    @property
+    def local_sizes(self) -> list[int]:
+        """For each rank, the number of ranks on its node."""
+        return [self.ranks_by_node[node] for node in self.node_of_rank]
 
     @property
     def ranks_on_node(self) -> int:

@@ -85,9 +85,8 @@ class TunedFSDPStrategy(DistRecStrategy[Run]):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        ranks_on_node = self.session.consensus.all_gather(self.num_local_ranks)
         if self._mesh is None:  # one for all runs: parameters that stay sharded between them are on it
-            self._mesh = make_mesh(self._fsdp_options, self.root_device, ranks_on_node, self._wait)
+            self._mesh = make_mesh(self._fsdp_options, self.root_device, self.session.nodes.local_sizes, self._wait)
         set_device_and_mesh(self.module, self.module.device, self._mesh)
 
     @override

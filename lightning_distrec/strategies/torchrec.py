@@ -24,7 +24,7 @@ from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.sharding.plain_embeddings import Conversion, Convert
 from lightning_distrec.sharding.planning.table_options import EmbeddingUpdate, PlanningOptions, TableOptions
 from lightning_distrec.sharding.sharders import QuantizedComms
-from lightning_distrec.sharding.sharding_groups import NodeLayout, ShardingGroupOptions
+from lightning_distrec.sharding.sharding_groups import ShardingGroupOptions
 from lightning_distrec.sharding.torchrec_objects import as_comms, refuse_keywords
 from lightning_distrec.sharding.weights.shard_access import plain_shards
 from lightning_distrec.strategies.data_parallel.loss_weight import LossReduction
@@ -156,9 +156,8 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
             refuse_sharded(run.module, "torchrec_sharded with dense='ddp'")
         else:
             drop_unfinished_step(run.module)
-        # Nodes are gathered, not computed: torchrun's agents and Slurm steps may have unequal numbers of ranks.
-        nodes = run.session.consensus.all_gather((self.node_rank, self.num_local_ranks))
-        tables = run.shard_tables(self, self.table_settings, NodeLayout.gathered(nodes), self.shards_dense)
+        nodes = run.session.nodes
+        tables = run.shard_tables(self, self.table_settings, nodes, self.shards_dense)
         if tables is None:
             # Without tables all is as under DDP, with our checkpoints.
             super().setup(trainer)
@@ -170,8 +169,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
             self.model = self._layer_sync.apply(run.module)
         # One mesh for all runs: a DTensor remembers its mesh, and one of another mesh cannot be mixed with it.
         if self._fsdp_options is not None and self._dense_mesh is None:
-            ranks_on_node = [num_ranks for _, num_ranks in nodes]
-            self._dense_mesh = make_mesh(self._fsdp_options, self.root_device, ranks_on_node, self._wait)
+            self._dense_mesh = make_mesh(self._fsdp_options, self.root_device, nodes.local_sizes, self._wait)
         run.set_up_dense(self, tables, self._fsdp_options, self._dense_mesh)
         self.begin_checkpoints(run, tables)
         if self._prefetch_options.depth > 1:

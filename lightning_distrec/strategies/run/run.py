@@ -14,6 +14,7 @@ from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
 from lightning_distrec.cluster.consensus import Consensus, job_consensus
 from lightning_distrec.errors import ShardingError, UnsupportedError
 from lightning_distrec.optimizers.gradient_hooks import GradientHooks
+from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.strategies.checkpoints.checkpointing import Checkpointing
 from lightning_distrec.strategies.checkpoints.generators import fingerprint
 from lightning_distrec.strategies.data_parallel.replicated_layers import (
@@ -35,17 +36,28 @@ class Session:
     step_consensus: Consensus
     """For what is exchanged once in every step; see `JobConsensus` for why it has a group of its own."""
     checkpoints: Checkpointing
+    nodes: NodeLayout
+    """Which ranks share a node."""
 
 
 def start_session(
-    module: LightningModule, options: CheckpointOptions, timeout_seconds: float, earlier: Session | None
+    module: LightningModule,
+    options: CheckpointOptions,
+    timeout_seconds: float,
+    earlier: Session | None,
+    place: tuple[int, int],
 ) -> Session:
-    """Collective, once the ranks have met. Return the earlier session while its process groups are still there."""
+    """Collective, once the ranks have met. Return the earlier session while its process groups are still there.
+
+    place: the number of this rank's node, and how many ranks that has.
+    """
     # Groups of the process last as long as its default process group, which all Trainers of a program share.
     job = job_consensus(timeout_seconds)
     if earlier is None or earlier.consensus is not job.general:
         checkpoints = Checkpointing(options, job.general, job.checkpoints, module)
-        earlier = Session(consensus=job.general, step_consensus=job.steps, checkpoints=checkpoints)
+        # Gathered, not computed: torchrun's agents and Slurm steps may have unequal numbers of ranks.
+        nodes = NodeLayout.gathered(job.general.all_gather(place))
+        earlier = Session(consensus=job.general, step_consensus=job.steps, checkpoints=checkpoints, nodes=nodes)
     earlier.checkpoints.fingerprints = (fingerprint(), "")  # Lightning has set the seed by now
     return earlier
 

@@ -199,7 +199,8 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
     def setup_environment(self) -> None:
         PROCESS.calls_outside.begin_run(self._wait)
         super().setup_environment()
-        self._session = start_session(self.module, self._checkpoint_options, self._wait.total_seconds(), self._session)
+        timeout_seconds, place = self._wait.total_seconds(), (self.node_rank, self.num_local_ranks)
+        self._session = start_session(self.module, self._checkpoint_options, timeout_seconds, self._session, place)
 
     @override
     def setup_distributed(self) -> None:
@@ -220,8 +221,6 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         pickled. Raises RankError on every rank: one rank's value is of another type.
         """
         return self.session.consensus.all_gather(value)
-
-    # -- a run: subclasses begin it in `setup`
 
     def begin_run(self, trainer: Trainer, kind: type[AnyRun]) -> AnyRun:
         """Begin `setup`: from now on signals are recorded, and what is put into `run.undo` is undone by teardown.

@@ -272,7 +272,7 @@ def test_what_stages_send_each_other_is_counted() -> None:
 
 def test_what_stages_send_to_another_node_is_counted_apart() -> None:
     for to_rank, is_away in ((1, False), (2, True)):
-        sent = sent_by_stage(torch.zeros(3), to_rank, "get_bwd_send_ops", 0, ranks_on_node=2)
+        sent = sent_by_stage(torch.zeros(3), to_rank, "get_bwd_send_ops", 0, [0, 0, 1, 1])
         assert sent == (STAGE_GRADIENTS, 12.0, 12.0 * is_away)
 
 
@@ -307,7 +307,7 @@ def test_the_table_has_means_and_the_rank_that_sends_most() -> None:
     per_step[:, 0, :4] = torch.tensor([[8.0, 2000, 0, 5], [8.0, 4000, 0, 5]])
     per_step[:, 1] = per_step[:, 0] / 2
     per_step[:, 2, (0, 1, 2, -1)] = torch.tensor([1.0, 1, 1, 2])
-    print_table(per_step, 1, 7, console)
+    print_table(per_step, [0, 1], 7, console)
     lines = [" ".join(line.replace("│", " ").split()) for line in console.export_text().splitlines()]
     assert "Bytes sent per rank and step (2 ranks, 7 steps)" in lines
     assert "ids 8 B 8 B all 4 B counted 1.0" in lines

@@ -82,7 +82,8 @@ def _predict(kind: str, counts: tuple[int, ...]) -> dict[str, Any]:
         predicted = trainer.predict(model, [_loader(kind, counts), _loader(kind, counts[::-1])])
         results[name] = (predicted, model.num_predictions, model.num_hooks)
     without = pl.Trainer(strategy=TunedDDPStrategy(), devices=rank_and_num_ranks()[1], **DEFAULTS)
-    results["a rank without data"] = len(without.predict(model, _loader(kind, (2, 0))))
+    unsharded = seeded(Predicts, torch.optim.SGD, {"lr": 1.0})
+    results["a rank without data"] = len(without.predict(unsharded, _loader(kind, (2, 0))))
     return results
 
 
