@@ -19,6 +19,7 @@ from lightning_distrec.strategies.data_parallel.gradient_exchange import (
     PowerSGD,
     PowerSGDOptions,
     SparseGrads,
+    refuse_debug_detail,
     refuse_gradients,
     refuse_powersgd,
     sparse_weights,
@@ -123,6 +124,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
     @override
     def configure_ddp(self) -> None:
         """Collective, in setup, and in a run when layers unfreeze. Wrap the module in DDP."""
+        refuse_debug_detail()
         run = self.run
         is_first = self.model is run.module
         run.buffers.stop()

@@ -29,6 +29,7 @@ from lightning_distrec.sharding.sharded_tables import has_unused_shards, sharded
 from lightning_distrec.sharding.sharding_groups import NodeLayout, make_groups
 from lightning_distrec.sharding.weights.shard_access import plain_shards, without_guard
 from lightning_distrec.sharding.weights.shard_weight import is_elementwise_optimizer
+from lightning_distrec.strategies.data_parallel.gradient_exchange import refuse_debug_detail
 from lightning_distrec.strategies.data_parallel.replicated_layers import BroadcastSkipper, NoBroadcasts
 from lightning_distrec.strategies.data_parallel.unreached_loss import UnreachedLoss, reaches_a_parameter
 from lightning_distrec.strategies.fully_sharded.copies import unshard_module
@@ -235,6 +236,7 @@ class TorchRecRun(Run):
         if shard_names and len(self.frozen) == len(dense):
             broadcast_module_states(self.module, shard_names)  # DDP refuses a module without gradients to average
             return
+        refuse_debug_detail()
         # Lightning builds DDP on a stream of its own, which waits for no other.
         with gpu.idle(strategy.root_device):
             wrap()

@@ -318,6 +318,16 @@ def _coalesced(rows: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
     return torch.sparse_coo_tensor(rows[None], values, shape, is_coalesced=True, check_invariants=False)
 
 
+def refuse_debug_detail() -> None:
+    """Raise ConfigError: with TORCH_DISTRIBUTED_DEBUG=DETAIL, DDP over gloo ends the process (torch 2.13)."""
+    is_detail = dist.get_debug_level() == dist.DebugLevel.DETAIL
+    if is_detail and dist.get_world_size() > 1 and "gloo" in dist.get_backend():
+        raise ConfigError(
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL: with it torch ends a process whose DistributedDataParallel exchanges by "
+            "gloo, by signal 11. Set INFO; exchanges that differ between ranks are named without it."
+        )
+
+
 def name_option(text: str, strategy: str) -> str:
     """Return DDP's error about parameters without a gradient with the option of `strategy`; other errors stay."""
     # Lightning would name its own DDPStrategy, which shards nothing.

@@ -199,7 +199,13 @@ def _prepare_and_launch(
 
 
 def check_trainer(strategy: Any, trainer_nodes: int) -> None:
-    """Raise ConfigError: the numbers of a strategy's Trainer contradict those of the ranks that were started."""
+    """Raise ConfigError: a strategy's Trainer contradicts the ranks that were started, or its device."""
+    # Lightning has set it, a private attribute, by now.
+    if vars(strategy).get("_layer_sync") is not None and strategy.root_device.type == "cpu":
+        raise ConfigError(
+            "Trainer(sync_batchnorm=True) on a CPU: torch's SyncBatchNorm computes on GPUs only. Leave it out: each "
+            "rank normalizes by its own batch."
+        )
     launched, environment, num_devices = strategy.launched, strategy.cluster_environment, strategy.num_processes
     if launched is not None and launched.place is None:
         check_numbers(launched, num_devices, strategy.accelerator.auto_device_count(), trainer_nodes)

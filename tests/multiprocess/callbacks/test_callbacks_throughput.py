@@ -4,6 +4,7 @@ import csv
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_distrec import Communication, PipelineParallelStrategy, RankMonitor, Throughput
+from lightning_distrec.callbacks.communication import find_nodes
 from lightning_distrec.callbacks.sent_bytes import (
     DENSE_GRADIENTS,
     IDS,
@@ -25,9 +27,12 @@ from lightning_distrec.callbacks.sent_bytes import (
     ROWS,
     STAGE_GRADIENTS,
     STAGE_OUTPUTS,
+    exchanged_bytes,
     print_table,
+    ring_bytes,
     sent_by_stage,
 )
+from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.sharding.weights.shard_access import without_guards
 from tests.support.chain_models import Transformer
 from tests.support.click_model import FEATURES, ClickModel, make_batch, seeded
@@ -242,10 +247,11 @@ def test_watching_leaves_updates_inside_of_backward(sharded: list[dict[str, Any]
 def _staged(options: dict[str, Any]) -> dict[str, Any]:
     """Return what this rank has counted, and the bytes of its gradients."""
     rank, num_ranks = rank_and_num_ranks()
-    callback, model = Communication(), Transformer()
+    callback, monitor, model = Communication(), RankMonitor(), Transformer()
     strategy = PipelineParallelStrategy(**options)
-    pl.Trainer(strategy=strategy, devices=num_ranks, callbacks=callback, **DEFAULTS).fit(model)
+    pl.Trainer(strategy=strategy, devices=num_ranks, callbacks=[callback, monitor], **DEFAULTS).fit(model)
     return {
+        "summary": monitor.summary,
         "sent": callback.bytes_per_step,
         "exchanges": callback.mean_exchanges_per_step,
         "gradients": sum(p.numel() * 4 for p in model.parameters() if not p.is_meta),
@@ -268,12 +274,47 @@ def test_what_stages_send_each_other_is_counted() -> None:
             assert counted["sent"][STAGE_GRADIENTS] == gradients[rank] * HIDDEN
             assert counted["exchanges"][STAGE_OUTPUTS] == parts * sum(outputs) / 2
             assert counted["exchanges"][STAGE_GRADIENTS] == parts * sum(gradients) / 2
+            if rank == 0:  # both ranks have read the same samples
+                summary, rows = counted["summary"], counted["summary"]["by_rank"]
+                seconds = max(row["step_ms"] * row["steps"] for row in rows) / 1000
+                assert rows[0]["samples"] == rows[1]["samples"] > 0
+                assert summary["samples_per_second"] * seconds == pytest.approx(rows[0]["samples"])
 
 
 def test_what_stages_send_to_another_node_is_counted_apart() -> None:
     for to_rank, is_away in ((1, False), (2, True)):
         sent = sent_by_stage(torch.zeros(3), to_rank, "get_bwd_send_ops", 0, [0, 0, 1, 1])
         assert sent == (STAGE_GRADIENTS, 12.0, 12.0 * is_away)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "group", "share"),
+    [
+        ([0, 0, 1, 1], [0, 1, 2, 3], 2 / 4),
+        ([0, 1, 0, 1], [0, 1, 2, 3], 1),
+        ([0, 1, 0, 1], [0, 2], 0),
+        ([0, 0, 0, 1], [0, 1, 2, 3], 2 / 4),
+        ([0, 0, 0, 1], [0, 1, 2], 0),
+        (None, [0, 1, 2, 3], 0),
+    ],
+    ids=["in blocks", "in turns", "one node of them", "unequal nodes", "the larger node", "not known"],
+)
+def test_bytes_across_nodes_follow_the_nodes_of_the_ranks(nodes: Any, group: list[int], share: float) -> None:
+    sent, across = ring_bytes("all_reduce", {"tensor": torch.zeros(8)}, group, nodes)
+    assert across == pytest.approx(share * sent)
+    sent, across = exchanged_bytes({"input": torch.zeros(len(group))}, group, group[0], nodes)
+    away = 0 if nodes is None else sum(nodes[rank] != nodes[group[0]] for rank in group)
+    assert (sent, across) == (4 * (len(group) - 1), 4 * away)
+
+
+def test_nodes_are_those_of_the_strategy_or_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = SimpleNamespace(nodes=NodeLayout((0, 1, 0)))
+    assert find_nodes(SimpleNamespace(strategy=SimpleNamespace(session=session))) == (0, 1, 0)
+    stock = SimpleNamespace(strategy=SimpleNamespace(), world_size=4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert find_nodes(stock) == [0, 0, 1, 1]
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert find_nodes(stock) is None
 
 
 @pytest.mark.slow

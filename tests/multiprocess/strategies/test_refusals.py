@@ -6,16 +6,18 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelPruning
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from lightning_distrec.errors import UnsupportedError
+from lightning_distrec import TorchRecShardedStrategy, TunedDDPStrategy
+from lightning_distrec.errors import ConfigError, UnsupportedError
 from tests.support.click_model import ClickModel, SequenceModel, bag_configs, rank_loader, seeded, train_sharded
 from tests.support.embedding_models import TwoTower, loader, pairs, too_far, train_unsharded
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_warm_ranks
-from tests.support.trainers import make_trainer
+from tests.support.trainers import DEFAULTS, make_trainer
 
 SGD = (torch.optim.SGD, {"lr": 0.1})
 ADAM = (torch.optim.Adam, {"lr": 0.1})
@@ -308,3 +310,33 @@ def test_shards_of_unequal_width_in_an_embedding_collection_are_refused() -> Non
     for unequal, no_divisor in run_on_warm_ranks(_widths, 2):
         assert unequal.startswith("PlanError: tables of 'ebc' may be column_wise with unequal min_partition")
         assert no_divisor.startswith("PlanError: table 'ebc.wide': column_wise: min_partition=12 divides 16 columns")
+
+
+def _debug_in_detail() -> list[str]:
+    """Return what fits raise with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    messages = []
+    for strategy in (TunedDDPStrategy(), TorchRecShardedStrategy()):
+        trainer = pl.Trainer(strategy=strategy, devices=rank_and_num_ranks()[1], **DEFAULTS)
+        try:
+            trainer.fit(seeded(ClickModel, *SGD), rank_loader(1, rank_and_num_ranks()[0]))
+        except ConfigError as error:
+            messages.append(str(error))
+    dist.set_debug_level(level)
+    return messages
+
+
+def test_debugging_in_detail_is_refused_before_torch_ends_the_ranks() -> None:
+    for messages in run_on_warm_ranks(_debug_in_detail, 2):
+        assert len(messages) == 2
+        assert all("TORCH_DISTRIBUTED_DEBUG=DETAIL: with it torch ends a process" in text for text in messages)
+        assert all("Set INFO" in text for text in messages)
+
+
+@pytest.mark.parametrize("strategy", ["ddp_tuned", "fsdp_tuned", "torchrec_sharded"])
+def test_batch_normalization_over_ranks_is_refused_on_a_cpu(strategy: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"Trainer\(sync_batchnorm=True\) on a CPU: torch's SyncBatchNorm computes on GPUs"
+    ):
+        pl.Trainer(strategy=strategy, devices=2, sync_batchnorm=True, **DEFAULTS)
