@@ -43,7 +43,7 @@ def is_keyed(leaf: Any) -> bool:
 
 
 def ids_by_feature(batch: Any) -> dict[str, Tensor]:
-    """Return the tensors of integers of a batch by name; of a KeyedJaggedTensor the values of each key."""
+    """Return the tensors of integers of a batch by name, masks included; of a KeyedJaggedTensor each key's values."""
     ids: dict[str, Tensor] = {}
     for name, leaf in named_leaves(batch):
         if is_keyed(leaf):

@@ -75,7 +75,7 @@ class DataReport(Callback):
         self._samples.append(self._counter.count(batch))
         for name, ids in ids_by_feature(batch).items():
             if ids.numel():
-                low, high = ids.min().item(), ids.max().item()
+                low, high = int(ids.min()), int(ids.max())
                 earlier = self._ranges.get(name, [low, high])
                 self._ranges[name] = [min(low, earlier[0]), max(high, earlier[1])]
 
