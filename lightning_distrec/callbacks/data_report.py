@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
-from lightning_distrec.batch_leaves import ids_by_feature
+from lightning_distrec.batches.batch_leaves import ids_by_feature
+from lightning_distrec.batches.rank_reports import RankReports
 from lightning_distrec.callbacks.samples import SampleCounter
 from lightning_distrec.callbacks.steps import log
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.rank_reports import RankReports
 
 WAIT_SECONDS = 60.0
 """How long rank 0 waits at the end of a fit for reports that are not there yet."""

@@ -6,7 +6,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_distrec.batch_leaves import is_keyed, named_leaves
+from lightning_distrec.batches.batch_leaves import is_keyed, named_leaves
 from lightning_distrec.errors import ConfigError, did_you_mean
 
 

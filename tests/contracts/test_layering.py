@@ -15,8 +15,8 @@ MAX_LINES = 400
 
 ROOMS = {"cluster", "sharding", "optimizers", "prefetch", "checkpoint"}
 GROUND = {"errors", "versions", "ranks", "spans", "chunks", "host_memory", "gpu", "units", "atomic_files", "_compat"}
-GROUND |= {"batch_leaves", "late_weights", "namespaces", "option_values", "own_operations", "pytorch_lightning"}
-GROUND |= {"rank_reports", "unpicklable"}
+GROUND |= {"batches", "late_weights", "namespaces", "option_values", "own_operations", "pytorch_lightning"}
+GROUND |= {"unpicklable"}
 SHARDING = {
     "sharding",
     "sharding/mapping",
@@ -57,6 +57,7 @@ MAY_IMPORT = {
     "strategy_names": set(),
     "registration": {"_compat", "strategy_names"},
     "_compat": {"errors", "versions"},
+    "batches": {"_compat"},
     "optimizers": GROUND,
     "prefetch": GROUND,
     "checkpoint": GROUND,
@@ -87,6 +88,7 @@ MAY_IMPORT = {
         "_compat",
         "spans",
         "atomic_files",
+        "batches",
         "option_values",
     },  # for any strategy: they read its attributes and its spans
     "metrics": {"errors", "option_values"},  # for any strategy, and for none

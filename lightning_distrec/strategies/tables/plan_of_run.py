@@ -151,7 +151,7 @@ def follows_checkpoint() -> bool:
 def keep_sharding_types(constraints: Mapping[str, TableConstraints], plan: ShardingPlan) -> dict[str, TableConstraints]:
     """Return constraints that leave each table its sharding type in a plan for another number of ranks.
 
-    A type that the user's options or these ranks do not allow is planned anew.
+    A type that the user's options or these ranks do not allow is planned again.
     Source: TorchEasyRec, tzrec/utils/plan_util.py, create_planner.
     """
     saved_types = {name: (table.sharding_type,) for name, table in plan.tables.items()}
