@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from lightning_distrec import gpu
 from lightning_distrec.sharding.mapping.spec import MappingSpec, RowsOfIds, first_flags
@@ -194,7 +195,7 @@ def probe(
 
     ids, buckets: (num_ids,). ids_of_rows: (num_rows, 1). among_own: whether reserved rows are left out.
     """
-    if not ids.numel():
+    if guard_or_false(ids.numel() == 0):  # torch.export does not know the number
         return ids.new_empty(0)
     reserves = spec.num_reserved > 0 and not among_own
     rows, _ = torch.ops.fbgemm.zero_collision_hash(
