@@ -251,7 +251,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         if self._session is None:  # a loop was asked for its data outside of a run: there are no others to agree with
             return dataloader
         trainer, session, mode = self.module.trainer, self.session, self._uneven_inputs
-        loader = even(dataloader, session.consensus, mode, rank_zero_warn, choose_repeats(trainer, self.predicts_alone))
+        loader = even(dataloader, session.consensus, mode, rank_zero_warn, choose_repeats(trainer, self))
         return session.checkpoints.positions.keep(loader) if trainer.training else loader
 
     def before_training_step(self) -> AnyRun:

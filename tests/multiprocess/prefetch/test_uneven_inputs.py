@@ -76,8 +76,12 @@ def _predict(kind: str, counts: tuple[int, ...]) -> dict[str, Any]:
     strategies = {"sharded": TorchRecShardedStrategy(), "fsdp": TunedFSDPStrategy(), "ddp": TunedDDPStrategy()}
     strategies["no prefetching"] = TorchRecShardedStrategy(prefetch={"depth": 1})
     results = {}
+    strategies["ddp, sharded before"] = TunedDDPStrategy()
     for name, strategy in strategies.items():
         model = seeded(Predicts, torch.optim.SGD, {"lr": 1.0})
+        if name == "ddp, sharded before":
+            make_trainer().predict(model, rank_loader(1, rank_and_num_ranks()[0]), return_predictions=False)
+            model.num_predictions = model.num_hooks = 0
         trainer = pl.Trainer(strategy=strategy, devices=rank_and_num_ranks()[1], **DEFAULTS)
         predicted = trainer.predict(model, [_loader(kind, counts), _loader(kind, counts[::-1])])
         results[name] = (predicted, model.num_predictions, model.num_hooks)
