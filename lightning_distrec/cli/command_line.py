@@ -124,7 +124,7 @@ def _slurm(add: Adder) -> None:
         "--output",
         type=str,
         default="%x-%j.out",
-        help="Write the log to this file, as in sbatch: %%x is the job's name.",
+        help="Write the log to this file, as in sbatch, with its patterns for names and numbers.",
     )
     add("--error", type=str, default="", help="Write stderr to this file, as in sbatch; empty: into the log.")
     add("--setup", type=str, action="append", help='Run this line first: "module load cuda"; repeat for others.')

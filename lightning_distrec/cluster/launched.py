@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import Store
 
 from lightning_distrec.cluster.rendezvous import MeetingPoint
@@ -140,8 +141,9 @@ def read_variables(environ: Mapping[str, str]) -> Launched | None:
     Raises ConfigError: variables are missing, or contradict each other.
     Source: torch's env:// rendezvous; pkg/controller.v1/pytorch/envvar.go of Kubeflow's training operator.
     """
-    # Lightning's own launcher sets all of them but RANK.
-    if "RANK" not in environ:
+    # Lightning's own launcher sets all of them but RANK. Its environment deletes WORLD_SIZE at the end of a run of its
+    # own strategies; these ranks have met.
+    if "RANK" not in environ or ("WORLD_SIZE" not in environ and dist.is_available() and dist.is_initialized()):
         return None
     if missing := [name for name in REQUIRED if name not in environ]:
         raise ConfigError(

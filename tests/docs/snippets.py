@@ -34,6 +34,8 @@ from typing import Any
 
 import yaml
 
+from tests.support.environments import environment
+
 BLOCK = re.compile(
     r"(?:^<!-- (?P<kind>not run|file): (?P<note>[^\n]*?) -->\n)?^```(?P<language>[a-z]*)[^\n]*\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
@@ -115,7 +117,10 @@ def _commands(text: str) -> Iterator[tuple[str, list[str]]]:
 def _output_of(command: str) -> str:
     program, *args = shlex.split(command)
     if program == "python":
-        done = subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=SECONDS)
+        # Without what trainers of blocks before have left, by which a script would take itself for one of their ranks.
+        done = subprocess.run(
+            [sys.executable, *args], capture_output=True, text=True, timeout=SECONDS, env=environment()
+        )
         output, code = done.stdout + done.stderr, done.returncode
     elif program == "lightning-distrec":
         output, code = _called(args)
