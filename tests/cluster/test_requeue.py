@@ -46,6 +46,7 @@ def _options(slurm: Slurm, name: str, **options: Any) -> dict[str, str]:
     return ONE_THREAD | {"LAUNCHED_OPTIONS": json.dumps({"default_root_dir": str(folder)} | options)}
 
 
+@pytest.mark.slow
 def test_a_requeued_job_goes_on_as_if_it_had_never_stopped(slurm: Slurm) -> None:
     options = _options(slurm, "requeued") | {"LAUNCHED_SIGNALS": "SIGUSR1 SIGUSR1"}  # the second a second later
     job = slurm.sbatch(f"srun {SHELL}", ["-N2", "--ntasks-per-node=1"], env=options)

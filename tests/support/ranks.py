@@ -158,7 +158,6 @@ def _serve(pipe: Any, rank: int, num_ranks: int) -> None:
     gc.freeze()
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)
-    os.environ.pop("PL_GLOBAL_SEED", None)  # of a test before, in the process that started the ranks
     start = dict(os.environ), os.getcwd(), list(warnings.filters)
     random_state = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
     while (call := pipe.recv()) is not None:
@@ -263,6 +262,7 @@ def _set_up_rank(rank: int, num_ranks: int, port: int, folder: str) -> IO[str]:
         TEST_NUM_RANKS=str(num_ranks),
     )
     os.environ.pop("LOCAL_WORLD_SIZE", None)
+    os.environ.pop("PL_GLOBAL_SEED", None)  # of a test before, in the process that started the ranks
     return stack
 
 
