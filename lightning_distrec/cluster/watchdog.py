@@ -23,8 +23,11 @@ from lightning_distrec.cluster.watchdog_messages import RULE, Settings
 from lightning_distrec.cluster.watchdog_monitor import COMMAND, is_stopped
 from lightning_distrec.errors import RankError
 
-ANSWER_SECONDS = 3.0
-"""How long a rank waits for the reason of a failed collective; after that, it gets all ranks' locations."""
+ANSWER_SECONDS = 10.0
+"""How long a rank waits for the reason of a failed collective; after that, it gets all ranks' locations.
+
+With 32 ranks on two cores the reason takes more than 3 s to come.
+"""
 ASK_AFTER_SECONDS = 1.0
 """When a rank that has ended its run begins to ask why others have not."""
 MAX_STARTS = 6

@@ -50,7 +50,7 @@ ASK_SECONDS = 5.0
 """How often each process asks its rank whether it waits in an exchange."""
 IDLE_SHARE = 0.1
 """A process that takes less than this share of a processor's time computes nothing."""
-# Longer than ANSWER_SECONDS in watchdog.py, for which a rank holds an exception back while its run counts as running.
+# From a verdict on, with which the rank's own wait of ANSWER_SECONDS in watchdog.py ends.
 GRACE_SECONDS = 5.0
 LINGER_SECONDS = 10.0
 """How long the hub stays after its rank has ended: the others learn from it alone that the rank is gone."""
