@@ -243,14 +243,14 @@ def _machine_problems(findings: Findings) -> Iterable[Problem]:
             yield Problem("warning", f"{host} has {num_ranks} ranks on {cpus} CPUs.", "Ask for more: --cpus-per-task.")
     needed = needed_open_files(len(ranks), "nccl" if all(rank.devices for rank in ranks) else "gloo")
     lowest = min(rank.open_files for rank in ranks)
-    few = _list_ranks(rank for rank in ranks if rank.open_files == lowest)
-    if lowest < needed:
+    minimum = needed if lowest < needed else MIN_OPEN_FILES
+    if lowest < minimum:
         yield Problem(
-            "error", f"{few} may have {lowest} files open.", f"Ranks connect to each other: ulimit -n {needed}."
+            "error" if lowest < needed else "warning",
+            f"{_list_ranks(rank for rank in ranks if rank.open_files < minimum)} may have {lowest} files open.",
+            f"{'Ranks connect to each other' if lowest < needed else 'Workers of dataloaders need many'}: "
+            f"ulimit -n {minimum}.",
         )
-    elif lowest < MIN_OPEN_FILES:
-        advice = f"Workers of dataloaders need many: ulimit -n {MIN_OPEN_FILES}."
-        yield Problem("warning", f"{few} may have {lowest} files open.", advice)
     if full := [rank for rank in ranks if rank.shared_memory_bytes < MIN_SHARED_MEMORY_BYTES]:
         lowest = min(rank.shared_memory_bytes for rank in full)
         yield Problem(

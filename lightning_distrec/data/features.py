@@ -72,15 +72,11 @@ class TableFeature(Feature):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hash(TableFeature):
-    """Rows by a stable hash: several values may share a row."""
-
-    kind = "hash"
+class SizedFeature(TableFeature):
+    """A feature whose number of rows is set."""
 
     rows: int
-    """Rows of the table, that of missing values included."""
-    seed: int = 0
-    """Another seed, other values that share rows."""
+    """Rows of the table, that of missing and unknown values included."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,23 +88,26 @@ class Hash(TableFeature):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vocabulary(TableFeature):
-    """A row for each of the training data's most frequent values; all others are unknown."""
+class Hash(SizedFeature):
+    """Rows by a stable hash: several values may share a row."""
+
+    kind = "hash"
+
+    seed: int = 0
+    """Another seed, other values that share rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary(SizedFeature):
+    """A row for each of the training data's most frequent values; all others are unknown.
+
+    Its number of rows is fixed, so that a model can be built before data is read.
+    """
 
     kind = "vocabulary"
 
-    rows: int
-    """Rows of the table, that of unknown values included. Fixed, so that a model can be built before data is read."""
     min_count: int = 1
     """How often a value must occur."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_rows(self.rows)
-
-    def num_rows(self) -> int:
-        """Return how many rows the table needs."""
-        return self.rows
 
 
 @dataclass(frozen=True, kw_only=True)
