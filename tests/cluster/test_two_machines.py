@@ -37,6 +37,7 @@ def _start(machines: tuple[Machine, Machine], command: list[str], job: dict[str,
     return [start(*machines[node].command(*without, *command), **place, **job) for node, place in enumerate(places)]
 
 
+@pytest.mark.slow
 def test_the_interface_between_them_is_found(machines: tuple[Machine, Machine]) -> None:
     # The machine's own name, by which gloo goes, leads nowhere there.
     job = JOB | {"MASTER_ADDR": machines[0].address}

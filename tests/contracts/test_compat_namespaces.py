@@ -118,6 +118,7 @@ def _run_with_package(script: str, folder: Path) -> "subprocess.CompletedProcess
     )
 
 
+@pytest.mark.slow
 def test_a_package_that_imports_pytorch_lightning_gets_lightnings_classes(tmp_path: Path) -> None:
     ended = _run_with_package(ALIASED, tmp_path)
     assert ended.returncode == 0, ended.stderr

@@ -28,6 +28,7 @@ def _run(folder: Path, *arguments: str, stdin: str = "") -> str:
     return str(done.stdout + done.stderr)
 
 
+@pytest.mark.slow
 def test_the_notebooks_cells_train_on_two_ranks(tmp_path: Path) -> None:
     cells = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
     output = _run(tmp_path, "-", stdin="\n".join(cells))

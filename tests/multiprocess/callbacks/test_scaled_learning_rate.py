@@ -14,6 +14,7 @@ from lightning_distrec.errors import OptimizerError
 from tests.multiprocess.optimizers.test_learning_rates import ScheduledModel
 from tests.support.click_model import ClickModel, join_batches, largest_difference, make_batch, rank_loader, seeded
 from tests.support.counting_rates import SCHEDULERS, CountingRates, TwoByHand, batches, rates_of_plain_loop
+from tests.support.parameters import slow_except
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.trainers import DEFAULTS, make_trainer
 
@@ -91,7 +92,7 @@ def factor(step: int) -> float:
     return min(1 + 2 * step / 5, 3)
 
 
-@pytest.mark.parametrize("interval", ["step", "epoch"])
+@pytest.mark.parametrize("interval", slow_except(["step"], ["step", "epoch"]))
 def test_the_factor_multiplies_what_every_scheduler_of_torch_sets(interval: str) -> None:
     scaling = {"warmup_steps": 5}
     calls = {name: (_with_options, "CountingRates", scaling, (name, interval), {}) for name in SCHEDULERS}

@@ -24,6 +24,7 @@ from lightning_distrec.checkpoint.tools.export_checkpoint import export
 from tests.support.checkpoint_folders import by_columns, by_rows, write_folder
 from tests.support.click_model import ClickModel, join_batches, make_batch, seeded
 from tests.support.embedding_models import loader, pairs
+from tests.support.parameters import slow_except
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.resuming import differences
 from tests.support.trainers import DEFAULTS, make_trainer
@@ -98,7 +99,7 @@ def _jobs() -> list[tuple[str, str]]:
     return [("clicks", cut) for cut in CUTS] + [("ratings", "row_wise"), ("ratings", "column_wise")]
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
+@pytest.fixture(scope="module", params=slow_except([2], [1, 2, 3]))
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path, dict[str, Any]]:
     """Number of ranks; folder with "<kind> <cut>.ckpt"; their whole states."""
     folder = tmp_path_factory.mktemp("saved")

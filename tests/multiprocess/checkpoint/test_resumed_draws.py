@@ -8,6 +8,7 @@ import pytest
 
 from lightning_distrec import TorchRecShardedStrategy
 from tests.support.drawing_runs import Drawing, Noisy, SavesAt, Splitting, Streaming, WithTable, fit
+from tests.support.parameters import slow_except
 from tests.support.ranks import run_on_warm_ranks
 
 STRATEGIES: dict[str, tuple[type[Noisy], Any]] = {
@@ -57,7 +58,7 @@ def _check(strategy: str, cases: list[str], folder: Any) -> None:
             assert actual == expected, case
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", slow_except(["torchrec_sharded", "pipeline_parallel"], STRATEGIES))
 def test_hooks_draw_as_in_the_run_that_never_stopped(strategy: str, tmp_path: Any) -> None:
     _check(strategy, list(USUAL), tmp_path)
 

@@ -75,6 +75,7 @@ def test_ids_did_travel_ahead() -> None:
         assert runs["three epochs"][1].ahead == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", _parts(STOPS, 5), ids=lambda names: names[0])
 def test_uneven_inputs_end_where_they_end_without_prefetching(names: list[str]) -> None:
     # Where the batches end before the limit, more is known of the last one: that it is the last.

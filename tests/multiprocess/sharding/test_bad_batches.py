@@ -13,6 +13,7 @@ from lightning_distrec.errors import DistRecError
 from tests.support.click_model import EvaluatedModel, make_batch, seeded
 from tests.support.embedding_models import loader
 from tests.support.malformed_batches import STRATEGY, EveryKind, draw_cases, good, with_weights_of_the_tables_type
+from tests.support.parameters import slow_except
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
 
@@ -145,7 +146,7 @@ def test_a_bad_batch_of_one_rank_is_one_error_on_all_ranks_prefetched_or_not(run
         assert steps == (3 if stage == "fit" else 0), case
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", slow_except([2], [1, 2]))
 def test_a_malformed_batch_gives_the_numbers_of_one_process_or_an_error_of_ours(num_ranks: int) -> None:
     _check(0, 200, num_ranks)
 

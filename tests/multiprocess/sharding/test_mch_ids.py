@@ -250,6 +250,7 @@ def _after_training(folder: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return sharded, loaded, ordinary, served  # type: ignore[return-value]
 
 
+@pytest.mark.slow
 def test_ids_find_their_rows_after_loading_after_unshard_and_in_exports(tmp_path: Path) -> None:
     for sharded, *remaining in run_on_warm_ranks(_after_training, 2, str(tmp_path)):
         for other in remaining:

@@ -19,6 +19,7 @@ from lightning_distrec import (
 )
 from lightning_distrec.errors import DistRecError
 from tests.support.dense_models import WIDTH, Recording, loader, whole_batches
+from tests.support.parameters import slow_except
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.trainers import DEFAULTS
 
@@ -199,7 +200,7 @@ def _assert_equal(cases: list[Case], name: str, num_ranks: int, fits: int = 1) -
     return pairs
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", slow_except(["ddp_tuned", "dense fsdp"], STRATEGIES))
 def test_updates_inside_of_backward_are_those_of_one_process(name: str) -> None:
     _assert_equal(UPDATES + ([] if name in SHARDED else BEFORE_SHARDING), name, 2)
 

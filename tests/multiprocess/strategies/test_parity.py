@@ -38,7 +38,10 @@ OPTIMIZERS: dict[str, tuple[type, dict[str, Any], str]] = {
     "RMSprop": (torch.optim.RMSprop, {"lr": 0.003, "momentum": 0.5, "centered": True, "eps": 1e-5}, "dense"),
     "Adadelta": (torch.optim.Adadelta, {"lr": 1.0}, "dense"),
 }
-USUAL = [*product(OPTIMIZERS, (2,)), ("Adagrad", 3), ("RowWiseAdagrad", 3), ("Adam amsgrad", 3)]
+USUAL = [
+    *product(("SGD", "SGD momentum", "Adagrad eps", "RowWiseAdagrad", "Adam amsgrad", "AdamW"), (2,)),
+    *product(("Adagrad", "RMSprop"), (3,)),
+]
 
 
 def cuts_for(name: str) -> tuple[str, ...]:

@@ -58,6 +58,7 @@ def _resume(path: str, strategy: str, options: dict[str, Any]) -> list[float]:
 INTERLEAVED = {"schedule": "interleaved_1f1b", "stages_per_rank": 2}
 
 
+@pytest.mark.slow
 def test_a_run_of_two_stages_goes_on_in_others(tmp_path: Path) -> None:
     straight, *_ = run_on_warm_ranks(_fit_in_both_formats, 2, str(tmp_path))
     file, folder = f"{tmp_path}/file/step=14.ckpt", f"{tmp_path}/folder/step=14.ckpt"

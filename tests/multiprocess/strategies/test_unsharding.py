@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_distrec import TorchRecShardedStrategy, TunedDDPStrategy, TunedFSDPStrategy
 from tests.support.embedding_models import loader, pairs
+from tests.support.parameters import slow_except
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.trainers import DEFAULTS
 
@@ -122,7 +123,7 @@ def _run(kind: str, rank_0_only: bool) -> dict[str, Any]:
     return actual
 
 
-@pytest.mark.parametrize("rank_0_only", [False, True], ids=["all ranks", "rank 0"])
+@pytest.mark.parametrize("rank_0_only", slow_except([True], [False, True]), ids=["all ranks", "rank 0"])
 def test_unshard_makes_the_module_an_ordinary_one_and_before_it_shards_are_refused(rank_0_only: bool) -> None:
     ranks = run_each_on_ranks({kind: (_run, kind, rank_0_only) for kind in KINDS}, 2)
     for kind in KINDS:

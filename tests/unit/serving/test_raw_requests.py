@@ -87,6 +87,7 @@ def test_raw_rows_are_answered_to_the_digit_without_this_package(trained: tuple[
     assert len(server.answer_plain(first)) == 1
 
 
+@pytest.mark.slow
 def test_http_answers_as_the_script_and_says_what_is_wrong(trained: tuple[Path, ColumnModel, Any]) -> None:
     folder, model, data = trained
     command = [sys.executable, "-c", WITHOUT + RUN.format("['--http', '0']")]

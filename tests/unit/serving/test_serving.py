@@ -152,6 +152,7 @@ def test_a_moved_folder_answers_as_the_module_for_any_batch_size_and_refuses_bad
     _check_bad_inputs_and_damage(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_quantized_answers_are_those_of_the_module_with_rounded_rows_and_bad_inputs_are_refused(
     bits: int, tmp_path: Path
@@ -247,6 +248,7 @@ def _check_bad_inputs_and_damage(folder: Path) -> None:
     answer.Server(folder, verify=False)
 
 
+@pytest.mark.slow
 def test_a_size_that_the_step_fixes_is_told(tmp_path: Path) -> None:
     class Fixed(Recommender):
         def predict_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
@@ -257,6 +259,7 @@ def test_a_size_that_the_step_fixes_is_told(tmp_path: Path) -> None:
     assert len(json.loads(ask(tmp_path / "out"))) == 8
 
 
+@pytest.mark.slow
 def test_operators_of_fbgemm_are_named_as_needed(tmp_path: Path) -> None:
     class Padded(Recommender):
         def predict_step(self, batch: dict[str, Any], batch_idx: int) -> Any:

@@ -129,6 +129,7 @@ def test_sums_of_unlike_nodes_are_those_of_the_whole_matrix(sharding_type: str, 
             assert traffic.between_nodes()[a, b] == pytest.approx(matrix[node == a][:, node == b].sum())
 
 
+@pytest.mark.slow
 def test_thousands_of_ranks_take_no_time_per_pair() -> None:
     facts = planned_at_random(1000, NodeLayout.equal(4096, 8), seed=0)
     begin = time.process_time()
