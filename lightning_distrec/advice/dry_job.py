@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.optimizers.torchrec_optimizers import see_through
 from lightning_distrec.optimizers.translation import UNKNOWN_TENSORS, TableUpdate
-from lightning_distrec.prefetch.peek import first_batches, loaders_in, peek_obstacle
+from lightning_distrec.prefetch.loaders import first_batches, loaders_in, peek_obstacle
 from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.sharding.planning.bandwidths import Bandwidth, bandwidth_request
 from lightning_distrec.sharding.planning.constraints import TableConstraints

@@ -9,6 +9,15 @@ from lightning.pytorch import LightningModule
 from lightning_distrec._compat.torch_distributed import Action
 from lightning_distrec.errors import DistRecError, UnsupportedError
 from lightning_distrec.strategies.estimates.estimate import Estimate, replicated_memory
+from lightning_distrec.strategies.estimates.idle_time import (
+    HOST_SECONDS,
+    ChainTimes,
+    StageTimes,
+    idle_share,
+    order_actions,
+    peak_activation_bytes,
+    stage_times,
+)
 from lightning_distrec.strategies.estimates.module_sizes import Job, ModuleSizes, configured_optimizers, meta_copy
 from lightning_distrec.strategies.estimates.step_profile import StepProfile
 from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded
@@ -21,14 +30,6 @@ from lightning_distrec.strategies.stages.chain import (
     refuse_optimizers,
     refuse_run,
     split_chain,
-)
-from lightning_distrec.strategies.stages.idle_time import (
-    HOST_SECONDS,
-    StageTimes,
-    idle_share,
-    order_actions,
-    peak_activation_bytes,
-    stage_times,
 )
 from lightning_distrec.units import quantity
 
@@ -145,7 +146,7 @@ class _Pipeline:
     def idle_share(self, num: int, device_type: str) -> tuple[float, str]:
         """Return the share of a step in which ranks idle, and what it was computed from."""
         layout, schedule = self.layout, self.options.schedule
-        measured = self.profile.times.chain_times(layout.chain.paths)
+        measured = ChainTimes.lowest(self.profile.times, layout.chain.paths)
         if measured is None:
             times = StageTimes.equal(layout.num_stages)
             return idle_share(times, self.num_ranks, num, schedule), "with stages of equal times"

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_distrec.callbacks.samples import SampleCounter
 from lightning_distrec.callbacks.steps import Clocked
+from lightning_distrec.callbacks.throughput import SampleCounter
 from lightning_distrec.cluster.consensus import all_gather_plain
 
 

@@ -10,8 +10,8 @@ from typing_extensions import override
 
 from lightning_distrec.batches.batch_leaves import ids_by_feature
 from lightning_distrec.batches.rank_reports import RankReports
-from lightning_distrec.callbacks.samples import SampleCounter
 from lightning_distrec.callbacks.steps import log
+from lightning_distrec.callbacks.throughput import SampleCounter
 from lightning_distrec.errors import ConfigError
 
 WAIT_SECONDS = 60.0

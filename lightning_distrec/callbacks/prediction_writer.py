@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_distrec.callbacks.samples import value_at
+from lightning_distrec.callbacks.throughput import value_at
 from lightning_distrec.errors import ConfigError, DataError, require
 
 INDEX, LOADER, PREDICTION = "index", "dataloader", "prediction"

@@ -22,8 +22,8 @@ from lightning_distrec.callbacks.rank_records import (
     stragglers,
     summarize_ranks,
 )
-from lightning_distrec.callbacks.samples import SampleCounter
 from lightning_distrec.callbacks.steps import Clocked, LogTimes, log, seconds_by_span
+from lightning_distrec.callbacks.throughput import SampleCounter
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.gpu import DeviceTimes, gpu_use, is_gpu
 from lightning_distrec.spans import BACKWARD, FORWARD, Span, subscribe

@@ -24,7 +24,7 @@ from lightning_distrec.advice.dry_job import (
 )
 from lightning_distrec.advice.dry_run import DryRun, dry_run
 from lightning_distrec.advice.strategy_advice import Advice, ChosenOptions, Link, advise, print_advice, read_options
-from lightning_distrec.callbacks.samples import SampleCounter
+from lightning_distrec.callbacks.throughput import SampleCounter
 from lightning_distrec.cli.command_line import EXIT_NEGATIVE, EXIT_OK, check_options, console
 from lightning_distrec.cli.lightning_cli import (
     MetaRecipeBuilder,

@@ -94,8 +94,8 @@ class Wrapper:
             setattr(self._loader, name, value)
 
 
-class LoaderOfLength(Wrapper):
-    """A sized loader with another number of batches."""
+class ShortenedLoader(Wrapper):
+    """The first `length` batches of a sized loader."""
 
     def __init__(self, loader: Any, length: int) -> None:
         super().__init__(loader)
@@ -103,10 +103,6 @@ class LoaderOfLength(Wrapper):
 
     def __len__(self) -> int:
         return self.length
-
-
-class ShortenedLoader(LoaderOfLength):
-    """The first `length` batches of a sized loader."""
 
     def __iter__(self) -> Iterator[Any]:
         return islice(iter(self._loader), self.length)

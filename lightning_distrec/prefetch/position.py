@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from lightning_distrec._compat.lightning_data import wrapped_sampler
 from lightning_distrec.prefetch.even_batches import ShortenedLoader, Wrapper
-from lightning_distrec.prefetch.stateful_loaders import has_state, is_of_torchdata
+from lightning_distrec.prefetch.loaders import has_state, is_of_torchdata
 
 State = dict[str, Any]
 """A position in plain types and a tensor: batches that this rank was given, samples (entries) that all ranks were given

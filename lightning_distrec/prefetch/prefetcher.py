@@ -19,11 +19,17 @@ from lightning_distrec import spans
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.option_values import plain_fields
 from lightning_distrec.own_operations import OWN
-from lightning_distrec.prefetch.control_message import DIFFERING_CALL, NO_FAILURE, BatchStatus, ControlMessage
-from lightning_distrec.prefetch.differing_calls import DifferingCalls, WeightedCall, number_weights
+from lightning_distrec.prefetch.control_message import (
+    DIFFERING_CALL,
+    NO_FAILURE,
+    BatchStatus,
+    ControlMessage,
+    DifferingCalls,
+    WeightedCall,
+    number_weights,
+)
 from lightning_distrec.prefetch.in_flight_batch import InFlightBatch
-from lightning_distrec.prefetch.learner import Learner
-from lightning_distrec.prefetch.step_calls import LookupCounts
+from lightning_distrec.prefetch.step_calls import Learner, LookupCounts
 from lightning_distrec.ranks import Ranks
 
 FAILURE_NOTICE_SECONDS = 5.0

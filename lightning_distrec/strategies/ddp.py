@@ -11,8 +11,12 @@ from typing_extensions import override
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.optimizers.zero_partition import ZeroPartition, check_partitionable, partition_steps
 from lightning_distrec.option_values import as_options
-from lightning_distrec.strategies.activations.layers import ActivationCheckpointing, CheckpointedLayers, check_option
 from lightning_distrec.strategies.checkpoints.optimizer_state import StateRanks
+from lightning_distrec.strategies.data_parallel.activations import (
+    ActivationCheckpointing,
+    CheckpointedLayers,
+    check_option,
+)
 from lightning_distrec.strategies.data_parallel.gradient_exchange import (
     CommDtype,
     GradientExchange,

@@ -9,13 +9,12 @@ from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 from lightning_distrec._compat.lightning import set_device_and_mesh, wrapped_optimizers
-from lightning_distrec.strategies.activations.layers import ActivationCheckpointing
+from lightning_distrec.strategies.data_parallel.activations import ActivationCheckpointing
 from lightning_distrec.strategies.estimates.dense_options import activation_budget
-from lightning_distrec.strategies.fully_sharded.copies import unshard_module
 from lightning_distrec.strategies.fully_sharded.fsdp_options import Dtype, FSDPOptions, make_mesh
 from lightning_distrec.strategies.fully_sharded.fully_sharded_module import FullyShardedModule
 from lightning_distrec.strategies.fully_sharded.shard_blocks import shard_module
-from lightning_distrec.strategies.fully_sharded.shards import drop_unfinished_step, refuse_optimizers
+from lightning_distrec.strategies.fully_sharded.shards import drop_unfinished_step, refuse_optimizers, unshard_module
 from lightning_distrec.strategies.run.lightning_callbacks import adapt_callbacks
 from lightning_distrec.strategies.run.precision import clip_over_all_ranks, skip_overflows_on_all_ranks
 from lightning_distrec.strategies.run.run import Run

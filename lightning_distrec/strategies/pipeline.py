@@ -16,6 +16,7 @@ from lightning_distrec import spans
 from lightning_distrec._compat.lightning import set_device_and_mesh
 from lightning_distrec.errors import ConfigError, DistRecError
 from lightning_distrec.gpu import is_gpu
+from lightning_distrec.strategies.estimates.idle_time import StageTimes, idle_share
 from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded
 from lightning_distrec.strategies.run.precision import clip_over_all_ranks
 from lightning_distrec.strategies.run.run import Run
@@ -30,7 +31,6 @@ from lightning_distrec.strategies.stages.chain import (
     refuse_optimizers,
     refuse_run,
 )
-from lightning_distrec.strategies.stages.idle_time import StageTimes, idle_share
 from lightning_distrec.strategies.stages.pipelined_module import PipelinedModule, StepCall
 from lightning_distrec.strategies.stages.placement import (
     chunked_state,

@@ -27,7 +27,7 @@ from lightning_distrec.sharding.sharders import QuantizedComms
 from lightning_distrec.sharding.sharding_groups import ShardingGroupOptions
 from lightning_distrec.sharding.torchrec_objects import as_comms, refuse_keywords
 from lightning_distrec.sharding.weights.shard_access import plain_shards
-from lightning_distrec.strategies.data_parallel.loss_weight import LossReduction
+from lightning_distrec.strategies.data_parallel.losses import LossReduction
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions, make_mesh
 from lightning_distrec.strategies.fully_sharded.shards import drop_unfinished_step, refuse_sharded
 from lightning_distrec.strategies.stages.absent_tensors import refuse_absent

@@ -30,13 +30,12 @@ from lightning_distrec.sharding.sharding_groups import NodeLayout, make_groups
 from lightning_distrec.sharding.weights.shard_access import plain_shards, without_guard
 from lightning_distrec.sharding.weights.shard_weight import is_elementwise_optimizer
 from lightning_distrec.strategies.data_parallel.gradient_exchange import refuse_debug_detail
+from lightning_distrec.strategies.data_parallel.losses import UnreachedLoss, reaches_a_parameter
 from lightning_distrec.strategies.data_parallel.replicated_layers import BroadcastSkipper, NoBroadcasts
-from lightning_distrec.strategies.data_parallel.unreached_loss import UnreachedLoss, reaches_a_parameter
-from lightning_distrec.strategies.fully_sharded.copies import unshard_module
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fully_sharded.fully_sharded_module import FullyShardedModule
 from lightning_distrec.strategies.fully_sharded.shard_blocks import shard_module
-from lightning_distrec.strategies.fully_sharded.shards import replace_parameters
+from lightning_distrec.strategies.fully_sharded.shards import replace_parameters, unshard_module
 from lightning_distrec.strategies.run.lightning_callbacks import adapt_callbacks
 from lightning_distrec.strategies.run.precision import clip_over_all_ranks, skip_overflows_on_all_ranks
 from lightning_distrec.strategies.run.process_runs import PROCESS

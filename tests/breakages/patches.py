@@ -434,7 +434,7 @@ BREAKAGES = (
     ),
     Breakage(
         "recomputed-from-new-buffers",
-        "lightning_distrec/strategies/activations/layers.py",
+        "lightning_distrec/strategies/data_parallel/activations.py",
         r"if buffer\.nbytes > SMALL_BYTES and getattr",
         "if getattr",
         "The host waits for a GPU in the forward of each block that is computed again.",
@@ -627,7 +627,7 @@ BREAKAGES = (
     ),
     Breakage(
         "memory-at-start",
-        "lightning_distrec/strategies/tables/start_memory.py",
+        "lightning_distrec/strategies/tables/cluster_facts.py",
         r"if needed > free:",
         "if False:",
         "A rank without memory for its shards is ended by the system, and the others wait.",
@@ -1047,7 +1047,7 @@ BREAKAGES = (
     ),
     Breakage(
         "bins-of-one-user",
-        "lightning_distrec/metrics/gauc.py",
+        "lightning_distrec/metrics/click_metrics.py",
         r"users\.long\(\) \* self\.bins \+ ",
         "",
         "A binned GAUC is the AUC of all users' examples, pairs of different users among them.",
@@ -1143,7 +1143,7 @@ BREAKAGES = (
     ),
     Breakage(
         "advise-forgets-the-loss",
-        "lightning_distrec/strategies/stages",
+        "lightning_distrec/strategies/estimates",
         r"loss=around \+ times\.tail_backward",
         "loss=0.0",
         "The estimate of idle time leaves out what others wait for while the last stage computes the loss.",

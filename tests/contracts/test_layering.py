@@ -29,7 +29,6 @@ BELOW_STRATEGIES = GROUND | SHARDING | {"cluster"} | CHECKPOINT | {"prefetch", "
 STRATEGIES = {
     "strategies",
     "strategies/run",
-    "strategies/activations",
     "strategies/checkpoints",
     "strategies/data_parallel",
     "strategies/fully_sharded",
@@ -70,15 +69,12 @@ MAY_IMPORT = {
     "sharding/planning": GROUND | {"sharding"},
     "strategies/checkpoints": BELOW_STRATEGIES,
     "strategies/run": BELOW_STRATEGIES | {"strategies/checkpoints", "strategies/data_parallel"},
-    "strategies/activations": BELOW_STRATEGIES,
     "strategies/data_parallel": BELOW_STRATEGIES,
-    "strategies/fully_sharded": BELOW_STRATEGIES
-    | {"strategies/data_parallel", "strategies/run", "strategies/activations"},
+    "strategies/fully_sharded": BELOW_STRATEGIES | {"strategies/data_parallel", "strategies/run"},
     "strategies/stages": BELOW_STRATEGIES
-    | {"strategies/data_parallel", "strategies/run", "strategies/checkpoints", "strategies/fully_sharded"}
-    | {"strategies/estimates"},
+    | {"strategies/data_parallel", "strategies/run", "strategies/checkpoints", "strategies/fully_sharded"},
     "strategies/estimates": BELOW_STRATEGIES
-    | {"strategies/run", "strategies/activations", "strategies/data_parallel", "strategies/fully_sharded"},
+    | {"strategies/run", "strategies/data_parallel", "strategies/fully_sharded", "strategies/stages"},
     "strategies/tables": BELOW_STRATEGIES | {"strategies/data_parallel", "strategies/run", "strategies/estimates"},
     "strategies": BELOW_STRATEGIES | STRATEGIES,
     "callbacks": {

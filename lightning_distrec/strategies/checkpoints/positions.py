@@ -16,8 +16,7 @@ from lightning_distrec._compat.lightning_data import (
 from lightning_distrec.checkpoint.load import Loaded
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.prefetch.even_batches import EvenLoader
-from lightning_distrec.prefetch.position import PositionedLoader, adapt_progress, merge_states, resumable
-from lightning_distrec.prefetch.stateful_loaders import (
+from lightning_distrec.prefetch.loaders import (
     LateLoader,
     describe_loader,
     end_epoch,
@@ -25,6 +24,7 @@ from lightning_distrec.prefetch.stateful_loaders import (
     is_stateful,
     loses_order,
 )
+from lightning_distrec.prefetch.position import PositionedLoader, adapt_progress, merge_states, resumable
 from lightning_distrec.strategies.checkpoints.generators import (
     HookDraws,
     check_generator_states,

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_distrec.errors import DistRecError
-from lightning_distrec.strategies.activations.layers import (
+from lightning_distrec.strategies.data_parallel.activations import (
     ActivationCheckpointing,
     checkpointed_layers,
     repeated_layers,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lightning_distrec.errors import DistRecError
-from lightning_distrec.strategies.activations.layers import ActivationCheckpointing, target_bytes
+from lightning_distrec.strategies.data_parallel.activations import ActivationCheckpointing, target_bytes
 from lightning_distrec.strategies.data_parallel.gradient_exchange import sent_numbers
 from lightning_distrec.strategies.estimates.dense_options import MAX_MEMORY_SHARE, DenseOptions
 from lightning_distrec.strategies.estimates.module_sizes import Job, ModuleSizes, ParameterSize

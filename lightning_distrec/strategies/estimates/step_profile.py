@@ -13,14 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_distrec.sharding.proxies import FEATURE
-from lightning_distrec.strategies.estimates.block_profile import (
-    BlockProfile,
-    StepTimes,
-    numbered_blocks,
-    time_steps,
-    watch_blocks,
-    watch_modules,
-)
+from lightning_distrec.strategies.estimates.idle_time import BlockMoments, time_steps, watch_modules
 from lightning_distrec.units import describe_error
 
 Layers = frozenset[str]
@@ -110,6 +103,47 @@ def count_saved(module: nn.Module, watched: Mapping[str, nn.Module]) -> Iterator
         yield activations
 
 
+@dataclass(frozen=True)
+class BlockProfile:
+    """Of each block of an nn.Sequential or nn.ModuleList, by its path."""
+
+    input_bytes: dict[str, int] = field(default_factory=dict)
+    """Of its first argument."""
+    follows: set[str] = field(default_factory=set)
+    """Those whose first argument is the very output of the block before."""
+
+
+def numbered_blocks(module: nn.Module) -> dict[str, nn.Module]:
+    """Return path -> block of all nn.Sequentials and nn.ModuleLists in a module."""
+    return {
+        f"{name}.{number}": block
+        for name, container in module.named_modules()
+        if name and isinstance(container, (nn.Sequential, nn.ModuleList))
+        for number, block in enumerate(container)
+    }
+
+
+@contextmanager
+def watch_blocks(module: nn.Module, profile: BlockProfile) -> Iterator[None]:
+    """Record what the blocks of a module get while they run inside."""
+    # Held for the whole step: `is` below could meet another object at the address of one that was freed.
+    outputs: dict[str, Any] = {}
+
+    def enter(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if args and isinstance(args[0], Tensor):
+            profile.input_bytes[path] = args[0].numel() * args[0].itemsize
+            container, _, number = path.rpartition(".")
+            # The very object: an equal one may have passed through code between the blocks.
+            if outputs.get(f"{container}.{int(number) - 1}") is args[0]:
+                profile.follows.add(path)
+
+    def leave(path: str, args: tuple[Any, ...], output: Any) -> None:
+        outputs[path] = output
+
+    with watch_modules(numbered_blocks(module), enter, leave):
+        yield
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepProfile:
     """What is known about a training step on one rank."""
@@ -123,7 +157,7 @@ class StepProfile:
     """Path of a module with tables -> feature -> integers that are sent: ids, and the length of each bag."""
     blocks: BlockProfile | None = None
     """Of the blocks of containers; None: no step was run."""
-    times: StepTimes = field(default_factory=StepTimes)
+    times: list[BlockMoments] = field(default_factory=list)
     """When blocks of containers begin and end in a few steps."""
     notes: tuple[str, ...] = ()
     """What could not be measured, and why."""
@@ -146,7 +180,8 @@ def profile_step(
         return StepProfile(batch_size=batch_size, notes=("activations are left out: the module is on the meta device",))
     lookups: dict[str, Counter[str]] = {}
     batch_sizes: list[int] = []
-    blocks, times = BlockProfile(), StepTimes()
+    blocks = BlockProfile()
+    times: list[BlockMoments] = []
     # bfloat16 for 16-mixed too, which Lightning does not run on a CPU: activations take the same bytes.
     autocast = torch.autocast(module.device.type, torch.bfloat16) if precision.endswith("-mixed") else nullcontext()
     try:

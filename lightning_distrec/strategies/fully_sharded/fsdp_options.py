@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_distrec.errors import ConfigError, UnsupportedError
 from lightning_distrec.option_values import check_choice, plain_fields
-from lightning_distrec.strategies.activations.layers import ActivationCheckpointing, check_option
+from lightning_distrec.strategies.data_parallel.activations import ActivationCheckpointing, check_option
 
 Replicas = int | Literal["nodes"]
 ReshardAfterForward = Literal["auto"] | bool

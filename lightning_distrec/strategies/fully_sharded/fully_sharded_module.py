@@ -23,7 +23,7 @@ from lightning_distrec._compat.torch_distributed import (
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import UnsupportedError
 from lightning_distrec.optimizers.step_hooks import uniform_groups
-from lightning_distrec.strategies.activations.layers import CheckpointedLayers
+from lightning_distrec.strategies.data_parallel.activations import CheckpointedLayers
 from lightning_distrec.strategies.data_parallel.replicated_layers import (
     BroadcastSkipper,
     BufferBroadcaster,

@@ -25,7 +25,7 @@ from lightning_distrec.checkpoint.lazy_tensors import materialized_as
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ConfigError, UnsupportedError
 from lightning_distrec.optimizers.gradient_hooks import move_in_backward_optimizers
-from lightning_distrec.strategies.activations.layers import (
+from lightning_distrec.strategies.data_parallel.activations import (
     INDIVISIBLE,
     can_be_called,
     checkpointed_layers,
@@ -33,9 +33,15 @@ from lightning_distrec.strategies.activations.layers import (
     signature,
 )
 from lightning_distrec.strategies.data_parallel.gradient_exchange import sparse_weights
-from lightning_distrec.strategies.fully_sharded.copies import STEPS, allow_deepcopy, gather_in_steps, guard
 from lightning_distrec.strategies.fully_sharded.fsdp_options import Dtypes, FSDPOptions, choose_dtypes
-from lightning_distrec.strategies.fully_sharded.shards import replace_parameters, reshard
+from lightning_distrec.strategies.fully_sharded.shards import (
+    STEPS,
+    allow_deepcopy,
+    gather_in_steps,
+    guard,
+    replace_parameters,
+    reshard,
+)
 
 Wrap = Literal["auto"] | Sequence[str]
 LARGE_BYTES = 2**20

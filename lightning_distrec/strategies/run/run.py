@@ -17,12 +17,12 @@ from lightning_distrec.optimizers.gradient_hooks import GradientHooks
 from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.strategies.checkpoints.checkpointing import Checkpointing
 from lightning_distrec.strategies.checkpoints.generators import fingerprint
+from lightning_distrec.strategies.data_parallel.losses import ADVICE, UnreachedLoss, reaches_a_parameter
 from lightning_distrec.strategies.data_parallel.replicated_layers import (
     BroadcastSkipper,
     NoBroadcasts,
     ReplicatedLayers,
 )
-from lightning_distrec.strategies.data_parallel.unreached_loss import ADVICE, UnreachedLoss, reaches_a_parameter
 from lightning_distrec.strategies.run.logged_keys import LoggedKeys
 from lightning_distrec.strategies.run.stopping import StopHandler
 

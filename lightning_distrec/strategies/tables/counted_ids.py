@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_distrec._compat.lightning import train_dataloaders
-from lightning_distrec.prefetch.peek import first_batches, loaders_in, peek_obstacle, unchanged
+from lightning_distrec.prefetch.loaders import first_batches, loaders_in, peek_obstacle, unchanged
 from lightning_distrec.sharding.planning.constraints import TableConstraints
 from lightning_distrec.sharding.planning.id_counts import IdCounts
 from lightning_distrec.sharding.tables import Table

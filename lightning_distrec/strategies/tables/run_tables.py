@@ -34,7 +34,7 @@ from lightning_distrec.sharding.planning.report_pictures import can_draw, draw_p
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.sharding.weights.shard_access import without_guard, without_guards
-from lightning_distrec.strategies.data_parallel.loss_weight import LossWeight
+from lightning_distrec.strategies.data_parallel.losses import LossWeight
 from lightning_distrec.strategies.data_parallel.replicated_layers import ReplicaCheck
 from lightning_distrec.strategies.tables.replicas import AveragedRows, ExchangedGradients, Replicas
 

@@ -39,9 +39,9 @@ from lightning_distrec.sharding.shard_tables import TableSharding, detach_rows, 
 from lightning_distrec.sharding.sharded_tables import ShardedTables, refuse_foreign_shards, sharded_tables_of
 from lightning_distrec.sharding.sharders import ShardingByTable
 from lightning_distrec.sharding.tables import Table, find_tables
-from lightning_distrec.strategies.data_parallel.loss_weight import LossWeight
+from lightning_distrec.strategies.data_parallel.losses import LossWeight
 from lightning_distrec.strategies.data_parallel.replicated_layers import ReplicaCheck
-from lightning_distrec.strategies.tables.cluster_facts import find_facts
+from lightning_distrec.strategies.tables.cluster_facts import check_start_memory, find_facts
 from lightning_distrec.strategies.tables.counted_ids import with_counted_ids
 from lightning_distrec.strategies.tables.decisions import (
     Decisions,
@@ -54,7 +54,6 @@ from lightning_distrec.strategies.tables.mapped_tables import mapped_ids
 from lightning_distrec.strategies.tables.plan_of_run import plan_of, plan_tables, save_with_logs
 from lightning_distrec.strategies.tables.run_tables import RunTables
 from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs, with_batch_size
-from lightning_distrec.strategies.tables.start_memory import check_start_memory
 
 
 def set_up_tables(inputs: SetUpInputs) -> RunTables | None:

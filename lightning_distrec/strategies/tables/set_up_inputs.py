@@ -16,14 +16,14 @@ from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.optimizers.table_optimizer import parse_table_optimizer
 from lightning_distrec.option_values import check_choice, plain_fields
-from lightning_distrec.prefetch.peek import loaders_in
+from lightning_distrec.prefetch.loaders import loaders_in
 from lightning_distrec.sharding.lookup.lookup_setup import CheckIds
 from lightning_distrec.sharding.plain_embeddings import Conversion
 from lightning_distrec.sharding.planning.sharding_plan import Origin
 from lightning_distrec.sharding.planning.table_options import PlanningOptions, TableOptions
 from lightning_distrec.sharding.sharders import QuantizedComms
 from lightning_distrec.sharding.sharding_groups import NodeLayout, ShardingGroupOptions, ShardingGroups
-from lightning_distrec.strategies.data_parallel.loss_weight import LossReduction
+from lightning_distrec.strategies.data_parallel.losses import LossReduction
 from lightning_distrec.strategies.run.precision import output_dtype
 
 ASSUMED_BATCH_SIZE = 512

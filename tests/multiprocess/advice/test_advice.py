@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_distrec import Communication, PipelineParallelStrategy, TorchRecShardedStrategy
 from lightning_distrec.advice.strategy_advice import Advice, ChosenOptions, advise, read_options
-from lightning_distrec.callbacks.sent_bytes import OTHER, STAGE_GRADIENTS, STAGE_OUTPUTS
+from lightning_distrec.callbacks.communication import OTHER, STAGE_GRADIENTS, STAGE_OUTPUTS
 from lightning_distrec.sharding.weights.shard_access import without_guards
 from lightning_distrec.strategies.estimates.estimate import Estimate
 from lightning_distrec.strategies.estimates.module_sizes import Job

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_distrec import Communication
-from lightning_distrec.callbacks.sent_bytes import DENSE_GRADIENTS
+from lightning_distrec.callbacks.communication import DENSE_GRADIENTS
 from lightning_distrec.cli import main as cli
 from lightning_distrec.cli.main import main
 from lightning_distrec.sharding.planning.plan_file import load_plan, plan_text

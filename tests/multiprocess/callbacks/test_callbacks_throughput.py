@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_distrec import Communication, PipelineParallelStrategy, RankMonitor, Throughput
-from lightning_distrec.callbacks.communication import find_nodes
-from lightning_distrec.callbacks.sent_bytes import (
+from lightning_distrec.callbacks.communication import (
     DENSE_GRADIENTS,
     IDS,
     KINDS,
@@ -28,6 +27,7 @@ from lightning_distrec.callbacks.sent_bytes import (
     STAGE_GRADIENTS,
     STAGE_OUTPUTS,
     exchanged_bytes,
+    find_nodes,
     print_table,
     ring_bytes,
     sent_by_stage,

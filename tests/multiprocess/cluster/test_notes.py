@@ -36,7 +36,7 @@ def _ids(step: int, size: int = 4) -> Tensor:
 
 def _notes(unequal: bool) -> list[str]:
     """Return what is said of unequal numbers of ids."""
-    from lightning_distrec.strategies.data_parallel.loss_weight import LossWeight
+    from lightning_distrec.strategies.data_parallel.losses import LossWeight
 
     messages: list[str] = []
     made = LossWeight.__init__

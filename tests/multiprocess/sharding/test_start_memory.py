@@ -74,7 +74,7 @@ def test_peak_is_whole_tables_and_a_share_on_rank_zero_and_whole_tables_on_other
 
 
 def _warnings_of_a_small_node() -> str:
-    place = "lightning_distrec.strategies.tables.start_memory.host_memory_bytes"
+    place = "lightning_distrec.strategies.tables.cluster_facts.host_memory_bytes"
     with patch(place, return_value=2**20), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         _fit(Bags(4096))

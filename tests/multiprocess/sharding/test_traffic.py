@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 from lightning_distrec import Communication, TorchRecShardedStrategy
-from lightning_distrec.callbacks.sent_bytes import DENSE_GRADIENTS
+from lightning_distrec.callbacks.communication import DENSE_GRADIENTS
 from lightning_distrec.sharding.planning.traffic import (
     IDS,
     REPLICATED_GRADIENTS,

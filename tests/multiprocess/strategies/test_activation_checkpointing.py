@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from lightning_distrec import TorchRecShardedStrategy, TunedDDPStrategy, TunedFSDPStrategy
 from lightning_distrec.advice.strategy_advice import ChosenOptions, advise
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.strategies.activations import layers
+from lightning_distrec.strategies.data_parallel import activations as layers
 from lightning_distrec.strategies.estimates.dense_options import DenseOptions, watched_layers
 from lightning_distrec.strategies.estimates.module_sizes import Job
 from lightning_distrec.strategies.estimates.step_profile import profile_step

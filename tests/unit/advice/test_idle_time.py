@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from lightning_distrec.strategies.estimates.block_profile import ChainTimes
-from lightning_distrec.strategies.stages.idle_time import (
+from lightning_distrec.strategies.estimates.idle_time import (
+    ChainTimes,
     StageTimes,
     idle_share,
     order_actions,

@@ -19,8 +19,7 @@ from torchrec import KeyedJaggedTensor
 
 from lightning_distrec import Communication, Throughput, spans
 from lightning_distrec.callbacks import steps, throughput
-from lightning_distrec.callbacks.samples import SampleCounter
-from lightning_distrec.callbacks.throughput import format_count
+from lightning_distrec.callbacks.throughput import SampleCounter, format_count
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.spans import BACKWARD, FORWARD, WAIT_DATA, WAIT_OUTPUT_DIST, emit, span
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_distrec._compat.tensors import argument_names, watch_operations, written_by
 from lightning_distrec.errors import ProvenanceError
-from lightning_distrec.prefetch.differing_calls import LateComparison
+from lightning_distrec.prefetch.control_message import LateComparison
 
 
 def test_a_difference_is_raised_in_a_later_step() -> None:

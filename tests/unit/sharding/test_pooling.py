@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler,
 from torchrec import EmbeddingBagCollection, JaggedTensor, KeyedJaggedTensor
 
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.prefetch.peek import first_batches, loaders_in, peek_obstacle, unchanged
+from lightning_distrec.prefetch.loaders import first_batches, loaders_in, peek_obstacle, unchanged
 from lightning_distrec.sharding.plain_embeddings import Conversion
 from lightning_distrec.sharding.planning.id_counts import MIN_FACTOR, IdCount, IdCounts
 from lightning_distrec.sharding.planning.table_options import PlanningOptions

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_distrec.strategies.activations import layers
-from lightning_distrec.strategies.activations.layers import checkpoint_activations
+from lightning_distrec.strategies.data_parallel import activations as layers
+from lightning_distrec.strategies.data_parallel.activations import checkpoint_activations
 from tests.support.emulated_streams import emulated_streams
 
 
