@@ -19,15 +19,23 @@ from torch.distributed.pipelining.schedules import _ComputationType
 from torch.distributed.tensor import DTensor
 
 
-def sharded_and_unsharded_parameters(module: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield (sharded parameter, FSDPParam) for the parameters of an FSDP module that were unsharded at least once."""
+def _param_groups(module: Any) -> Iterator[Any]:
     # Source: torch/distributed/fsdp/_fully_shard; torch 2.11 has one parameter group per module, later ones several.
     state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    for group in filter(None, groups):
+    return filter(None, getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)])
+
+
+def sharded_and_unsharded_parameters(module: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield (sharded parameter, FSDPParam) for the parameters of an FSDP module that were unsharded at least once."""
+    for group in _param_groups(module):
         for parameter in group.fsdp_params:
             if hasattr(parameter, "_unsharded_param"):
                 yield parameter.sharded_param, parameter
+
+
+def reduces_gradients(module: Any) -> bool:
+    """Return whether backward reduces the gradients of an FSDP module, and leaves none on its unsharded parameters."""
+    return all(group.reduce_grads for group in _param_groups(module))
 
 
 def drop_unreduced_gradient(fsdp_param: Any) -> None:

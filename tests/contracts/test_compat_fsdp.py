@@ -63,12 +63,15 @@ def _on_a_rank() -> dict[str, Any]:
     _fully_shard.drop_state_dict_hooks(high)
     _torch.apply_to_tensors(net, lambda tensor: tensor * 0)
     net(torch.ones(2, 5)).sum().backward()
+    reduces = [_fully_shard.reduces_gradients(net.low)]
     net.set_requires_gradient_sync(False)
+    reduces.append(_fully_shard.reduces_gradients(net.low))
     net(torch.ones(2, 5)).sum().backward()
     (sharded, gathered), *_ = _fully_shard.sharded_and_unsharded_parameters(net.low)
     unsent = _fully_shard.unsharded_parameter(gathered).grad
     _fully_shard.drop_unreduced_gradient(gathered)
     writes = _fully_shard.unsharded_parameter(gathered)._version
+    weight = _fully_shard.unsharded_parameter(gathered)
     net(torch.ones(2, 5))
     gathering = _fully_shard.unsharded_parameter(gathered)._version - writes
     net.low.unshard()
@@ -77,6 +80,8 @@ def _on_a_rank() -> dict[str, Any]:
     _fully_shard.reset_after_failure(net)
     return {
         "gathered": (sharded is net.low.weight, tuple(_fully_shard.unsharded_parameter(gathered).shape)),
+        "stays": _fully_shard.unsharded_parameter(gathered) is weight,
+        "reduces": reduces,
         "unsent": (unsent is not None, _fully_shard.unsharded_parameter(gathered).grad is None),
         "writes": (gathering, _fully_shard.unsharded_parameter(gathered)._version - writes),
         "offsets": _tensors.local_offsets(cut),
@@ -145,6 +150,15 @@ def test_set_device_and_mesh_sets_what_a_lightning_module_returns() -> None:
 def test_unsharded_parameters_are_the_weights_in_both_forms(actual: list[dict[str, Any]]) -> None:
     for rank_result in actual:
         assert rank_result["gathered"] == (True, (4, 5))
+
+
+def test_unsharded_parameters_are_made_once(actual: list[dict[str, Any]]) -> None:
+    """Use of FullyShardedModule, which lists them once."""
+    assert all(rank_result["stays"] for rank_result in actual)
+
+
+def test_reduces_gradients_is_what_the_user_has_set(actual: list[dict[str, Any]]) -> None:
+    assert all(rank_result["reduces"] == [True, False] for rank_result in actual)
 
 
 def test_drop_unreduced_gradient_drops_what_was_accumulated_without_reduction(actual: list[dict[str, Any]]) -> None:

@@ -55,6 +55,8 @@ class BufferBroadcaster:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.broadcast_buffers = True
+        # Those of now, as DistributedDataParallel's: a walk through all layers in every step would cost host time.
+        self._places = [(child, name) for child in module.modules() for name, _ in child.named_buffers(recurse=False)]
 
     @torch.no_grad()
     def broadcast(self) -> None:
@@ -62,7 +64,7 @@ class BufferBroadcaster:
         if not self.broadcast_buffers or dist.get_world_size() == 1:
             return
         buffers_by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in self.module.buffers():
+        for buffer in (getattr(child, name) for child, name in self._places):
             buffers_by_dtype.setdefault(buffer.dtype, []).append(buffer)
         for buffers in buffers_by_dtype.values():
             # One message for each type: many small broadcasts cost more than their bytes.

@@ -8,15 +8,16 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_distrec._compat.torch import version_of
+from lightning_distrec._compat.torch import versions_of
 from lightning_distrec._compat.torch_distributed import (
     draw_dtensors_with,
+    reduces_gradients,
     sharded_and_unsharded_parameters,
     unsharded_parameter,
 )
@@ -31,7 +32,11 @@ from lightning_distrec.strategies.data_parallel.replicated_layers import (
 )
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fully_sharded.shard_blocks import modules_in_step
-from lightning_distrec.strategies.fully_sharded.shards import draw_full, fsdp_modules, zero_unreduced_too
+from lightning_distrec.strategies.fully_sharded.shards import (
+    draw_full,
+    fsdp_modules,
+    zero_unreduced_too,
+)
 from lightning_distrec.strategies.run.process_runs import PROCESS
 
 
@@ -48,6 +53,12 @@ class FullyShardedModule(ReplicatedLayers):
         }
         self.activations = CheckpointedLayers(module, options.activation_checkpointing, consensus, blocks)
         self._replicated = [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
+        self._gathered: list[Tensor] = []
+        """The gathered forms of weights, which torch makes once, when they are gathered for the first time."""
+        self._num_sharded = sum(isinstance(parameter, DTensor) for parameter in module.parameters())
+        self._num_ungathered = self._num_sharded
+        self._leaves_unreduced = False
+        """Whether a backward of the strategy's has left gradients without reduction."""
         self._host_group: Any = None
         """Where ranks report what they have used: on the host, which would wait for backward on a GPU otherwise."""
         self._buffers: BufferBroadcaster | None = None
@@ -64,8 +75,12 @@ class FullyShardedModule(ReplicatedLayers):
         self._buffers = BufferBroadcaster(self._module)
         self._host_group = consensus.group
         for optimizer in optimizers:
-            self._undo.callback(zero_unreduced_too(optimizer, self._module))
+            self._undo.callback(zero_unreduced_too(optimizer, self._fsdp_modules, self._may_hold_unreduced))
         return BroadcastSkipper(self._buffers, consensus.flags)
+
+    def _may_hold_unreduced(self) -> bool:
+        # By hand there may be backwards that the strategy does not see.
+        return self._leaves_unreduced or not getattr(self._module, "automatic_optimization", False)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -79,8 +94,12 @@ class FullyShardedModule(ReplicatedLayers):
         # As DistributedDataParallel's require_forward_param_sync: whether this step syncs gradients decides whether
         # the next one broadcasts buffers.
         self._broadcasts_buffers = torch.is_grad_enabled() and self._syncs_gradients
-        pairs = [pair for module in self._fsdp_modules for pair in sharded_and_unsharded_parameters(module)]
-        versions = {id(unsharded): version_of(unsharded_parameter(unsharded)) for _, unsharded in pairs}
+        if self._num_ungathered:
+            # Listed once: a walk through all weights in every step would cost host time with every further one.
+            gathered = [unsharded_parameter(fsdp_parameter) for _, fsdp_parameter in self._fsdp_parameters()]
+            self._num_ungathered = self._num_sharded - len(gathered)
+            self._gathered = [weight for weight in gathered if not weight.is_inference()]  # others have no versions
+        versions = versions_of(self._gathered)
         modules_in_step.add(self._module)
         try:
             with explained_errors(self._module), self.activations.step():
@@ -91,17 +110,21 @@ class FullyShardedModule(ReplicatedLayers):
         if not torch.is_grad_enabled():
             self.reshard()
 
-    def _refuse_writes(self, versions: dict[int, int | None]) -> None:
-        for module in self._fsdp_modules:
-            for sharded, unsharded in sharded_and_unsharded_parameters(module):
-                version = version_of(unsharded_parameter(unsharded))
-                if version != versions.get(id(unsharded), version):
-                    names = {id(parameter): name for name, parameter in self._module.named_parameters()}
-                    name = names.get(id(sharded)) or names.get(id(unsharded_parameter(unsharded)), "a weight")
-                    raise UnsupportedError(
-                        f"a step has written to '{name}' while it was gathered (an average of weights, max_norm), and "
-                        "the write is lost. Write between steps, where each rank writes its shard, or use 'ddp_tuned'."
-                    )
+    def _refuse_writes(self, versions: list[int]) -> None:
+        if (current := versions_of(self._gathered)) == versions:
+            return
+        pairs = zip(self._gathered, versions, current, strict=True)
+        written = next(weight for weight, earlier, later in pairs if earlier != later)
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        shards = (shard for shard, p in self._fsdp_parameters() if unsharded_parameter(p) is written)
+        name = names.get(id(next(shards))) or names.get(id(written), "a weight")
+        raise UnsupportedError(
+            f"a step has written to '{name}' while it was gathered (an average of weights, max_norm), and the write is "
+            "lost. Write between steps, where each rank writes its shard, or use 'ddp_tuned'."
+        )
+
+    def _fsdp_parameters(self) -> Iterator[tuple[Any, Any]]:
+        return itertools.chain.from_iterable(map(sharded_and_unsharded_parameters, self._fsdp_modules))
 
     def reshard(self) -> None:
         """Free what is gathered, so that the module's parameters are the shards."""
@@ -120,6 +143,8 @@ class FullyShardedModule(ReplicatedLayers):
         """Around backward. Collective, unless gradients accumulate: averages those of replicated parameters."""
         with explained_errors(self._module):
             yield
+        # Asked of torch, since users may set it themselves. For good: each optimizer drops those of its own parameters.
+        self._leaves_unreduced |= not all(map(reduces_gradients, self._fsdp_modules))
         if self._syncs_gradients:
             self._average_replicated()
 

@@ -131,15 +131,22 @@ def _sharded_as(value: object, parameter: nn.Parameter) -> object:
         return materialized_as(value, parameter)
 
 
-def zero_unreduced_too(optimizer: Optimizer, module: nn.Module) -> Callable[[], None]:
-    """Let zero_grad drop gradients that accumulate without a sync too; return an undo."""
+def zero_unreduced_too(
+    optimizer: Optimizer, modules: Sequence[FSDPModule], are_left: Callable[[], bool]
+) -> Callable[[], None]:
+    """Let zero_grad drop gradients that accumulate without a sync too; return an undo.
+
+    modules: those that fully_shard was called with. are_left: whether they may have such gradients.
+    """
     # fully_shard keeps those on its own unsharded parameters, which the optimizer does not know.
     zero_grad = optimizer.zero_grad
 
     def zero_all(set_to_none: bool = True) -> None:
         zero_grad(set_to_none=set_to_none)
+        if not are_left():
+            return
         updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for fsdp_module in fsdp_modules(module):
+        for fsdp_module in modules:
             for sharded, unsharded in sharded_and_unsharded_parameters(fsdp_module):
                 if id(sharded) in updated:
                     drop_unreduced_gradient(unsharded)
