@@ -2,6 +2,7 @@
 
 import csv
 import os
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -249,7 +250,9 @@ def _staged(options: dict[str, Any]) -> dict[str, Any]:
     rank, num_ranks = rank_and_num_ranks()
     callback, monitor, model = Communication(), RankMonitor(), Transformer()
     strategy = PipelineParallelStrategy(**options)
-    pl.Trainer(strategy=strategy, devices=num_ranks, callbacks=[callback, monitor], **DEFAULTS).fit(model)
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {"callbacks": [callback, monitor], "default_root_dir": folder, **DEFAULTS}
+        pl.Trainer(strategy=strategy, devices=num_ranks, **settings).fit(model)
     return {
         "summary": monitor.summary,
         "sent": callback.bytes_per_step,
