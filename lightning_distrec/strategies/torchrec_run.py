@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from lightning_distrec import gpu
+from lightning_distrec._compat.gloo import receive_first
 from lightning_distrec._compat.lightning import call_after_closure, move_optimizers_to_device, wrapped_optimizers
 from lightning_distrec._compat.torch import broadcast_module_states, ignore_in_ddp, leave_optimizers_in_backward
 from lightning_distrec._compat.torchrec import replace_train_pipelines, skip_idle_record_functions
@@ -146,6 +147,9 @@ class TorchRecRun(Run):
         # validate's set-up, whose shards stay.
         if has_unused_shards(self.module):
             gc.collect()
+        if nodes.num_nodes > 1:
+            # Before planning, which measures what links carry in this form.
+            self.undo.enter_context(receive_first(nodes.node_of_rank))
         checkpoints, consensus = self.session.checkpoints, self.session.consensus
         refuse_with_checkpoints(settings.groups, checkpoints.options)
         tables = set_up_tables(

@@ -37,7 +37,7 @@ def test_the_table_of_patches_lists_all_of_them_and_fits_leave_nothing_behind() 
     changes = json.loads(line.partition(RESULT)[2])
     documented = _documented()
     all_items = set().union(*documented.values())
-    assert documented.keys() == {"import", "run", "`Communication`"}
+    assert documented.keys() == {"import", "run", "run over several nodes", "`Communication`"}
     assert sorted(documented["import"]) == changes["import"] == changes["all strategies"]
     seen: set[str] = set()
     for name in STRATEGIES:
