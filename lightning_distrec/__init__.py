@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lightning_distrec.sharding.sharders import QuantizedComms
     from lightning_distrec.sharding.sharding_groups import ShardingGroupOptions
     from lightning_distrec.sharding.weights.collective_reads import sharded_l2
+    from lightning_distrec.strategies.data_parallel.gradient_exchange import PowerSGDOptions
     from lightning_distrec.strategies.ddp import TunedDDPStrategy
     from lightning_distrec.strategies.fsdp import TunedFSDPStrategy
     from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
@@ -49,6 +50,7 @@ __all__ = [
     "PipelineParallelStrategy",
     "PlanLogger",
     "PlanningOptions",
+    "PowerSGDOptions",
     "PredictionWriter",
     "PrefetchOptions",
     "QuantizedComms",
@@ -68,6 +70,7 @@ __all__ = [
 
 _HOMES = {
     "Bandwidths": "lightning_distrec.sharding.planning.bandwidths",
+    "PowerSGDOptions": "lightning_distrec.strategies.data_parallel.gradient_exchange",
     "CheckpointOptions": "lightning_distrec.checkpoint.checkpoint_options",
     "Communication": "lightning_distrec.callbacks.communication",
     "DataReport": "lightning_distrec.callbacks.data_report",

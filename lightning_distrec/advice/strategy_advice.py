@@ -12,7 +12,9 @@ from rich.table import Table as TextTable
 from lightning_distrec.advice.dry_job import planned_share
 from lightning_distrec.advice.stages_estimate import PIPELINE, estimate_stages
 from lightning_distrec.errors import DistRecError, InfeasiblePlanError
+from lightning_distrec.option_values import as_options
 from lightning_distrec.sharding.plain_embeddings import Conversion
+from lightning_distrec.strategies.data_parallel.gradient_exchange import PowerSGDOptions
 from lightning_distrec.strategies.estimates.dense_options import MAX_MEMORY_SHARE, DenseOptions
 from lightning_distrec.strategies.estimates.estimate import (
     DDP,
@@ -54,8 +56,10 @@ def read_options(strategy: Any) -> ChosenOptions:
     arguments = dict(vars(getattr(strategy, "init_args", None) or SimpleNamespace()))
     note = f"options of {kind} are those of the YAML"
     if kind == "TunedDDPStrategy":
+        powersgd = arguments.get("powersgd")
         dense = DenseOptions(
             comm_dtype=arguments.get("comm_dtype", "fp32"),
+            powersgd=None if powersgd is None else as_options("powersgd", PowerSGDOptions, _plain(powersgd)),
             ddp_checkpointing=arguments.get("activation_checkpointing", False),
         )
         return ChosenOptions(dense=dense, note=note)
@@ -66,6 +70,11 @@ def read_options(strategy: Any) -> ChosenOptions:
         ends = {name: tuple(arguments.get(name) or ()) for name in ("first_stage", "last_stage")}
         return ChosenOptions(stages=_made(StageOptions, arguments | ends), note=note)
     return ChosenOptions()
+
+
+def _plain(value: Any) -> Any:
+    # What jsonargparse has parsed to a dataclass is a Namespace, whose fields are its attributes.
+    return value if isinstance(value, (Mapping, PowerSGDOptions)) else vars(value)
 
 
 def _made(options: type[T], arguments: Mapping[str, Any]) -> T:
@@ -141,10 +150,10 @@ def advise(
     recomputing = _recompute_under_ddp(module, sizes, job, profile, options.dense)
     strategy, reason = _choose(sizes, estimates, recomputing, job, conversion.min_rows)
     compressed = {}
-    if link is not None and options.dense.comm_dtype == "fp32":
-        in_bf16 = replace(options.dense, comm_dtype="bf16")
-        (replicated, *_) = estimate_strategies(sizes, job, profile, planned, in_bf16)
-        compressed["comm_dtype: bf16"] = replicated.sent_total or 0.0
+    if link is not None and options.dense.powersgd is None and options.dense.comm_dtype == "fp32":
+        for option, change in COMPRESSIONS.items():
+            (replicated, *_) = estimate_strategies(sizes, job, profile, planned, replace(options.dense, **change))
+            compressed[option] = replicated.sent_total or 0.0
     start = planned.start if planned is not None else ""
     notes = [*_notes(sizes, job, profile), *filter(None, [start]), *stages_notes, *filter(None, [options.note])]
     return Advice(
@@ -156,6 +165,12 @@ def advise(
         link=link,
         compressed=compressed,
     )
+
+
+COMPRESSIONS: dict[str, dict[str, Any]] = {
+    "comm_dtype: bf16": {"comm_dtype": "bf16"},
+    "powersgd: {matrix_rank: 4}": {"powersgd": PowerSGDOptions(matrix_rank=4)},
+}
 
 
 def _recompute_under_ddp(

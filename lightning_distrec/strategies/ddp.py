@@ -8,7 +8,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
+from lightning_distrec.errors import ConfigError
 from lightning_distrec.optimizers.zero_partition import ZeroPartition, check_partitionable, partition_steps
+from lightning_distrec.option_values import as_options
 from lightning_distrec.strategies.checkpoints.optimizer_state import StateRanks
 from lightning_distrec.strategies.data_parallel.activations import (
     ActivationCheckpointing,
@@ -18,9 +20,12 @@ from lightning_distrec.strategies.data_parallel.activations import (
 from lightning_distrec.strategies.data_parallel.gradient_exchange import (
     CommDtype,
     GradientExchange,
+    PowerSGD,
+    PowerSGDOptions,
     SparseGrads,
     refuse_debug_detail,
     refuse_gradients,
+    refuse_powersgd,
     sparse_weights,
 )
 from lightning_distrec.strategies.data_parallel.replicated_layers import BroadcastSkipper, NoBroadcasts
@@ -35,6 +40,8 @@ from lightning_distrec.strategies.stages.absent_tensors import refuse_absent
 class DDPRun(Run):
     """What ddp_tuned has during one run."""
 
+    compression: PowerSGD | None = None
+    """Compresses gradients; None: they are sent as they are."""
     activations: CheckpointedLayers = field(init=False)
     """The layers that recompute their activations."""
 
@@ -49,6 +56,8 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         bucket_cap_mb: size of DDP's gradient buckets in MiB.
         comm_dtype: the type in which gradients are sent and added up: "fp32", or "bf16" or "fp16", which halve the
             bytes and give other numbers.
+        powersgd: matrix_rank, start_step: send gradients as products of two matrices, which is many times fewer bytes,
+            and inexact; see PowerSGDOptions.
         activation_checkpointing: layers that recompute their activations in backward; same numbers. true: all layers of
             parts that repeat, like a transformer's; or a list of class names and paths; "auto", or a size like "4GiB":
             as few of those as it takes for activations to fit into 80 % of the rank's memory, or into the size.
@@ -68,6 +77,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         self,
         bucket_cap_mb: float = 25.0,
         comm_dtype: CommDtype = "fp32",
+        powersgd: PowerSGDOptions | dict[str, Any] | None = None,
         activation_checkpointing: ActivationCheckpointing = False,
         find_unused_parameters: bool = False,
         static_graph: bool = False,
@@ -75,6 +85,9 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         zero_optimizer: bool = False,
         **run_options: Any,
     ) -> None:
+        if powersgd is not None and comm_dtype != "fp32":
+            raise ConfigError(f"powersgd and comm_dtype={comm_dtype!r} both say how gradients are sent. Set one.")
+        self._powersgd = None if powersgd is None else as_options("powersgd", PowerSGDOptions, powersgd)
         check_option(activation_checkpointing)
         self.gradient_exchange = GradientExchange(
             bucket_cap_mb=bucket_cap_mb,
@@ -96,13 +109,19 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         # A module that an earlier run has sharded would be trained as if each rank's shard were all of it.
         refuse_sharded(run.module, "ddp_tuned")
         refuse_gradients(run.module, self.gradient_exchange.comm_dtype, dist.get_backend())
+        trains_with_others = run.is_fitting and self.world_size > 1
         checkpointed = self._checkpointed if run.is_fitting else False
         run.activations = CheckpointedLayers(run.module, checkpointed, run.session.consensus)
         run.undo.callback(run.activations.undo)
+        if trains_with_others and self._powersgd is not None:
+            refuse_powersgd(run.module, str(trainer.precision))
+            # Before DDP wraps the module: the hook is registered with the wrapper, once.
+            run.compression = PowerSGD(run.module, self._powersgd, self.gradient_exchange.bucket_cap_mb)
+            run.session.checkpoints.positions.keep_rank_state("powersgd", run.compression)
         super().setup(trainer)
         # After setup, when optimizers exist: their state takes its part of the memory that activations may fill.
         run.activations.usable_bytes = lambda: activation_budget(self, run.module, self.optimizers, 1)
-        if self._zero_optimizer and run.is_fitting and self.world_size > 1:
+        if trains_with_others and self._zero_optimizer:
             self._partition_optimizers(run)
         self.begin_checkpoints(run)
 
@@ -116,7 +135,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         run.buffers, self.model = NoBroadcasts(), run.module  # the last references: an old wrapper's hooks go with it
         # Wrapped again in the middle of a run too: DDP decides at construction which parameters it averages.
         device_ids = self.determine_ddp_device_ids()
-        ddp = self.gradient_exchange.wrap(run.module, device_ids, is_first)
+        ddp = self.gradient_exchange.wrap(run.module, device_ids, is_first, run.compression)
         self.model = ddp
         run.buffers = BroadcastSkipper(ddp, run.session.consensus.flags)
         run.frozen = [parameter for parameter in run.module.parameters() if not parameter.requires_grad]

@@ -12,6 +12,7 @@ from tests.support.console import fit_by_console
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = "recipes/next_character/cpu.yaml"
 LAYERS = ["TransformerEncoderLayer"]
+SQUEEZED = {"powersgd": {"matrix_rank": 1, "start_step": 0}}
 
 CASES: dict[str, tuple[str, dict[str, Any], str, float]] = {
     "ddp recomputes": (
@@ -20,6 +21,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str, float]] = {
         "activation checkpointing: 2 of 2 layers recompute",
         0.0,
     ),
+    "ddp squeezes": ("TunedDDPStrategy", SQUEEZED, "ddp_tuned: from step 0 on, PowerSGD sends", 0.2),
     "fsdp recomputes": ("TunedFSDPStrategy", {"wrap": LAYERS, "activation_checkpointing": True}, "", 1e-4),
     "fsdp in bf16": (
         "TunedFSDPStrategy",

@@ -14,7 +14,7 @@ from lightning_distrec.strategies.data_parallel.activations import (
     checkpointed_layers,
     repeated_layers,
 )
-from lightning_distrec.strategies.data_parallel.gradient_exchange import CommDtype
+from lightning_distrec.strategies.data_parallel.gradient_exchange import CommDtype, PowerSGDOptions
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fully_sharded.shard_blocks import choose_blocks
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
@@ -41,6 +41,7 @@ class DenseOptions:
     """Their defaults, unless the job says otherwise."""
 
     comm_dtype: CommDtype = "fp32"
+    powersgd: PowerSGDOptions | None = None
     ddp_checkpointing: ActivationCheckpointing = False
     fsdp: FSDPOptions = field(default_factory=FSDPOptions)
 

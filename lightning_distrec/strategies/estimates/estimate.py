@@ -7,8 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import torch
+
 from lightning_distrec.errors import DistRecError
 from lightning_distrec.strategies.data_parallel.activations import ActivationCheckpointing, target_bytes
+from lightning_distrec.strategies.data_parallel.gradient_exchange import sent_numbers
 from lightning_distrec.strategies.estimates.dense_options import MAX_MEMORY_SHARE, DenseOptions
 from lightning_distrec.strategies.estimates.module_sizes import Job, ModuleSizes, ParameterSize
 from lightning_distrec.strategies.estimates.step_profile import StepProfile
@@ -148,7 +151,8 @@ def estimate_strategies(
     """
     options = options or DenseOptions()
     every, dense = sizes.parameters, sizes.dense_parameters
-    replicated = Estimate(strategy=DDP, memory=replicated_memory(every, job), sent=_ddp_sent(every, job, options))
+    memory = _added(replicated_memory(every, job), _compression_memory(every, job, options))
+    replicated = Estimate(strategy=DDP, memory=memory, sent=_ddp_sent(every, job, options))
     try:
         shards = ShardedBytes(job, options.fsdp)
         sharded = Estimate(strategy=FSDP, memory=shards.memory(every), sent=shards.sent(every))
@@ -213,12 +217,34 @@ def replicated_memory(parameters: Iterable[ParameterSize], job: Job) -> dict[str
     return memory
 
 
+def _compression_memory(parameters: Iterable[ParameterSize], job: Job, options: DenseOptions) -> dict[str, float]:
+    """Return what PowerSGD keeps: what it has left over, of all gradients, and the matrices that it sends."""
+    if options.powersgd is None:
+        return {}
+    state = 0
+    for p in parameters:
+        if p.requires_grad:
+            sent = _sent_numel(p, options)
+            # Gradients that are sent as they are need no matrices.
+            state += job.itemsize(p) * (p.numel + (sent if sent < p.numel else 0))
+    return {"exchange": float(state)}
+
+
+def _sent_numel(parameter: ParameterSize, options: DenseOptions) -> int:
+    """Return the elements of a gradient that ddp_tuned sends: all, or those of PowerSGD's two matrices."""
+    if options.powersgd is None:
+        return parameter.numel
+    # As PowerSGD sees it: a matrix of the first dim by all others.
+    shape = torch.Size((parameter.rows, parameter.numel // max(parameter.rows, 1)))
+    return sent_numbers(shape, options.powersgd.matrix_rank)
+
+
 def _ddp_sent(parameters: Iterable[ParameterSize], job: Job, options: DenseOptions | None = None) -> dict[str, float]:
     options = options or DenseOptions()
     sent = 0
     for p in parameters:
         if p.requires_grad and not p.has_sparse_gradient:
-            sent += p.numel * (job.itemsize(p) if options.comm_dtype == "fp32" else 2)
+            sent += _sent_numel(p, options) * (job.itemsize(p) if options.comm_dtype == "fp32" else 2)
     return {"dense gradients": 2 * job.sent_share * sent}
 
 

@@ -26,6 +26,8 @@ from tests.support.trainers import DEFAULTS
 
 SETTINGS = SimpleNamespace(callbacks=[], accumulate_grad_batches=1, gradient_clip_val=None)
 NUM_RANKS, STEPS = 2, 3
+KEPT = ("error_dict", "p_memory_dict", "q_memory_dict")
+"""What PowerSGD keeps."""
 PERSISTENT = ("parameters", "gradients", "optimizer state")
 
 
@@ -45,6 +47,8 @@ class CountsBytes(pl.Callback):
         parameters = [p for p in pl_module.parameters() if not isinstance(p, AbsentTensor)]
         states = [v for o in trainer.optimizers for s in o.state.values() for v in s.values() if isinstance(v, Tensor)]
         tables = getattr(trainer.strategy, "run_tables", None)
+        compression = getattr(getattr(trainer.strategy, "run", None), "compression", None)
+        compression_states = [] if compression is None else [getattr(compression._state, state) for state in KEPT]
         for kernel, _ in tables.shards.kernels if tables else []:
             states += [v for table_states in kernel.split_optimizer_states() for v in table_states]
         self.held = {
@@ -52,6 +56,8 @@ class CountsBytes(pl.Callback):
             "gradients": _bytes(p.grad for p in parameters if p.grad is not None),
             "optimizer state": _bytes(state for state in states if state.dim()),
         }
+        if compression_states:
+            self.held["exchange"] = _bytes(tensor for state in compression_states for tensor in state.values())
 
 
 def _run(kind: str, optimizer: str, strategy: str, options: dict[str, Any]) -> tuple[dict[str, int], dict[str, float]]:
@@ -89,6 +95,7 @@ WITH_OPTIONS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     f"{strategy}: {options}": (kind, "AdamW", strategy, options)
     for kind, strategy, options in (
         ("Chained", "ddp_tuned", {"comm_dtype": "bf16"}),
+        ("Chained", "ddp_tuned", {"powersgd": {"matrix_rank": 4, "start_step": 0}}),
         ("Wide", "fsdp_tuned", {"param_dtype": "bf16", "min_num_parameters": 1000}),
         ("Wide", "fsdp_tuned", {"param_dtype": "bf16", "reduce_dtype": "bf16", "reshard_after_forward": True}),
         ("Wide", "fsdp_tuned", {"reshard_after_forward": False, "wrap": ["blocks.0", "blocks.2"]}),
@@ -102,6 +109,7 @@ OF_FOUR: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         ("Wide", "fsdp_tuned", {"replicas": 2}),
         ("Wide", "fsdp_tuned", {"replicas": 2, "param_dtype": "bf16"}),
         ("Chained", "pipeline_parallel", {"stages": 2, "schedule": "1f1b"}),
+        ("Chained", "ddp_tuned", {"powersgd": {"matrix_rank": 2, "start_step": 0}}),
     )
 }
 

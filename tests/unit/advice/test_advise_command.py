@@ -96,6 +96,9 @@ def test_options_of_the_strategy_of_the_yaml_count(run: Run) -> None:
     assert compressed["comm_dtype: bf16"] * 2 == plain["sent_bytes_per_step"]["dense gradients"]
     half = estimate_of("ddp_tuned", "TunedDDPStrategy", comm_dtype="bf16")
     assert half["sent_bytes_per_step"]["dense gradients"] * 2 == plain["sent_bytes_per_step"]["dense gradients"]
+    squeezed = estimate_of("ddp_tuned", "TunedDDPStrategy", powersgd={"matrix_rank": 4})
+    assert compressed["powersgd: {matrix_rank: 4}"] == squeezed["sent_bytes_per_step"]["dense gradients"]
+    assert squeezed["sent_bytes_per_step"]["dense gradients"] * 20 < plain["sent_bytes_per_step"]["dense gradients"]
     text = run("Chained", IDS, "--bandwidth", "intra_node=10MB/s")[1]
     milliseconds = f"{1000 * compressed['comm_dtype: bf16'] / 10**7:,.3g} ms with comm_dtype: bf16"
     assert f"Gradients over intra_node, while backward computes: {milliseconds}" in " ".join(text.split())

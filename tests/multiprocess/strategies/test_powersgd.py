@@ -1,0 +1,231 @@
+"""Gradients compressed by PowerSGD: the numbers of torch's hook, and a resumed run goes on as if it had not stopped."""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock, patch
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+from lightning_distrec import Communication, TunedDDPStrategy
+from lightning_distrec.errors import ConfigError
+from tests.support.dense_models import WIDTH, Numbers, Recording, WithEmbedding, loader
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
+from tests.support.trainers import DEFAULTS
+
+POWERSGD = {"matrix_rank": 2, "start_step": 2}
+SMALL_BUCKETS = 0.005
+"""MiB: the layers below are in several buckets, which DDP orders anew after the first backward."""
+
+
+class Wide(Recording):
+    """Matrices that are worth compressing, two of them alike, and vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
+        self.out = nn.Linear(32, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.out(self.net(inputs))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.02, momentum=0.9)
+
+
+class UnfreezesWide(Wide):
+    """Its first layer learns from the second epoch on: there are other buckets then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.net[0].requires_grad_(self.current_epoch > 0)
+
+
+def _fit(kind: type[Recording] = Wide, path: str | None = None, **settings: Any) -> tuple[list[float], dict[str, Any]]:
+    pl.seed_everything(5)
+    rank, num_ranks = rank_and_num_ranks()
+    model = kind()
+    options = settings.pop("options", {"powersgd": POWERSGD, "bucket_cap_mb": SMALL_BUCKETS})
+    trainer = pl.Trainer(
+        strategy=TunedDDPStrategy(**options), devices=num_ranks, **DEFAULTS | {"max_epochs": 2} | settings
+    )
+    trainer.fit(model, loader(rank, num_ranks), ckpt_path=path)
+    return model.losses, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def _by_hand(start_step: int) -> tuple[list[float], dict[str, Any]]:
+    """The same with torch's own hook, without DDP, and with all gradients in one bucket, in the module's order."""
+    pl.seed_everything(5)
+    model = Wide()
+    state = PowerSGDState(None, 2, orthogonalization_epsilon=1e-8)
+    state.start_powerSGD_iter = start_step
+    parameters = list(model.parameters())
+    optimizer = model.configure_optimizers()
+    for _ in range(2):
+        for inputs, targets in loader(*rank_and_num_ranks()):
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            loss.backward()
+            values = torch.cat([parameter.grad.reshape(-1) for parameter in parameters])
+            parts = values.split([parameter.numel() for parameter in parameters])
+            gradients = [part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
+            parts_of_bucket = {"index": 0, "buffer": values, "gradients": gradients, "is_last": True}
+            powerSGD_hook(
+                state, Mock(**{f"{name}.return_value": part for name, part in parts_of_bucket.items()})
+            ).wait()
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+            model.losses.append(float(loss.detach()))
+    return model.losses, model.state_dict()
+
+
+def _with_equal_draws(fit: Callable[[], Any]) -> Any:
+    """Call it where all matrices of a shape start from the same numbers, whichever bucket they are in."""
+    draw = torch.randn
+
+    def draw_equal(*shape: int, **options: Any) -> Tensor:
+        return draw(*shape, **{"generator": torch.Generator().manual_seed(0)} | options)
+
+    with patch.object(torch, "randn", draw_equal):
+        return fit()
+
+
+def _saved(folder: str) -> dict[str, Any]:
+    """Train, and resume from a checkpoint of before the first compressed step, and from one of after it."""
+    saving = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    straight = _fit(callbacks=[saving], enable_checkpointing=True)
+    resumed = {step: _fit(path=f"{folder}/step={step}.ckpt") for step in (1, 2, 7)}
+    forgotten = _fit(path=f"{folder}/step=7.ckpt", options={"bucket_cap_mb": SMALL_BUCKETS})
+    return {"straight": straight, "resumed": resumed, "forgotten": forgotten}
+
+
+def _bytes(options: dict[str, Any]) -> float:
+    sent = Communication()
+    _fit(options=options, callbacks=[sent])
+    return sum(sent.bytes_per_step.values())
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "powersgd: 'table' has sparse gradients": (WithEmbedding, {}, {}),
+    "powersgd with Trainer.precision='16-mixed'.: what the compression leaves over": (
+        Wide,
+        {},
+        {"plugins": pl.plugins.MixedPrecision("16-mixed", "cpu")},
+    ),
+}
+
+
+def _refusal(kind: Any, options: dict[str, Any], settings: dict[str, Any]) -> str:
+    try:
+        _fit(kind, options={"powersgd": POWERSGD} | options, **settings)
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = str(tmp_path_factory.mktemp("saved"))
+    calls: dict[str, tuple[Any, ...]] = {
+        "compressed": (_fit,),
+        "equal draws": (_with_equal_draws, _fit),
+        "by hand": (_with_equal_draws, partial(_by_hand, POWERSGD["start_step"])),
+        "saved": (_saved, folder),
+        "unfreezes": (_fit, UnfreezesWide),
+        "accumulated": (_fit_accumulated,),
+        "single numbers": (_fit, Numbers),
+        "compressed bytes": (_bytes, {"powersgd": POWERSGD | {"start_step": 0}}),
+        "bytes": (_bytes, {}),
+    }
+    refusals = {output: (_refusal, *case) for output, case in REFUSED.items()}
+    return [rank_results | {"folder": folder} for rank_results in run_each_on_ranks(calls | refusals, 2)]
+
+
+def _fit_accumulated() -> tuple[list[float], dict[str, Any]]:
+    return _fit(accumulate_grad_batches=2, gradient_clip_val=0.5)
+
+
+def _check_same(actual: tuple[list[float], dict[str, Any]], other: tuple[list[float], dict[str, Any]]) -> None:
+    assert actual[0] == pytest.approx(other[0][-len(actual[0]) :], abs=1e-6)
+    for name, value in other[1].items():
+        torch.testing.assert_close(actual[1][name], value, atol=1e-6, rtol=1e-6, msg=name)
+
+
+def test_numbers_are_those_of_torchs_hook(results: list[dict[str, Any]]) -> None:
+    for rank_results in results:
+        _check_same(rank_results["equal draws"], rank_results["by hand"])
+
+
+@pytest.mark.parametrize("step", [1, 2, 7])
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(results: list[dict[str, Any]], step: int) -> None:
+    for rank_results in results:
+        assert len(rank_results["saved"]["resumed"][step][0]) == 12 - step
+        _check_same(rank_results["saved"]["resumed"][step], rank_results["saved"]["straight"])
+
+
+def test_compressed_gradients_are_not_the_others(results: list[dict[str, Any]]) -> None:
+    for rank_results in results:
+        straight = rank_results["saved"]["straight"][0]
+        assert rank_results["saved"]["forgotten"][0] != pytest.approx(straight[7:], abs=1e-4)
+
+
+@pytest.mark.parametrize("case", ["compressed", "unfreezes", "accumulated", "single numbers"])
+def test_ranks_have_the_same_weights(results: list[dict[str, Any]], case: str) -> None:
+    first, second = (rank_results[case][1] for rank_results in results)
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+        assert bool(value.isfinite().all())
+
+
+def test_fewer_bytes_are_sent(results: list[dict[str, Any]]) -> None:
+    assert results[0]["compressed bytes"] < 0.4 * results[0]["bytes"]
+
+
+@pytest.mark.parametrize("output", REFUSED)
+def test_what_cannot_be_compressed_is_refused(results: list[dict[str, Any]], output: str) -> None:
+    for rank_results in results:
+        with pytest.raises(AssertionError, match=output):
+            raise AssertionError(rank_results[output])
+
+
+def _resumed_alone(path: str) -> tuple[list[float], list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        losses, _ = _fit(path=path)
+    return losses, [str(warning.message) for warning in caught]
+
+
+@pytest.mark.slow
+def test_another_number_of_ranks_drops_what_was_left_over_with_a_warning(results: list[dict[str, Any]]) -> None:
+    path = Path(results[0]["folder"], "step=7.ckpt")
+    for losses, messages in run_on_warm_ranks(_resumed_alone, 4, str(path)):
+        assert all(loss == loss for loss in losses)
+        assert len(losses) == 3
+        del messages
+    warned = [m for _, messages in run_on_warm_ranks(_resumed_alone, 4, str(path)) for m in messages]
+    assert any("what the compression had left over on each of them is dropped" in message for message in warned)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "output"),
+    [
+        ({"powersgd": {"matrix_rank": 0}}, "powersgd: matrix_rank=0 must be at least 1"),
+        ({"powersgd": {"start_step": -1}}, "powersgd: start_step=-1 must be at least 0"),
+        ({"powersgd": {"rank": 2}}, "powersgd: there is no option 'rank'.*Use some of matrix_rank, start_step"),
+        ({"powersgd": {}, "comm_dtype": "bf16"}, "powersgd and comm_dtype='bf16' both say how gradients are sent"),
+    ],
+)
+def test_what_the_option_cannot_be(arguments: dict[str, Any], output: str) -> None:
+    with pytest.raises(ConfigError, match=output):
+        TunedDDPStrategy(**arguments)
