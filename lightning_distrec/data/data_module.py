@@ -95,15 +95,15 @@ class ColumnData(pl.LightningDataModule):
         delimiter: str = ",",
         column_names: list[str] | None = None,
     ) -> None:
-        """Set where rows are, and what is made of them.
+        """Set where rows are, and what is made of them. A subclass may set tables as `sources` in its setup.
 
         Args:
             train: a path or a list: files, globs or folders of .parquet, .csv, .tsv, .txt, also .gz; local, or URLs
                 (s3://, gs://, ...) that pyarrow or fsspec reads. In a script also a DataFrame or a pyarrow Table.
             features: name -> a feature with its kind: hash, vocabulary, bucketize, number or cross.
             label: a column of numbers, or several.
-            val: as train; or the share of the training rows, the last ones, that validates.
-            test: as val: the rows before those that validate.
+            val: as train; or the share of the training rows that validates: the last ones, but for those that test.
+            test: as train; or the share of the training rows, the last ones, that tests.
             predict: as train; its labels are not read.
             form: "jagged" for TorchRec's collections and nn.EmbeddingBag, "padded" for nn.Embedding.
             batch_size: rows per rank and step.
@@ -135,13 +135,16 @@ class ColumnData(pl.LightningDataModule):
 
     @property
     def _is_in_memory(self) -> bool:
-        return any(source is not None and not _is_paths(source) for source in self.sources.values())
+        return not all(_is_paths(source) for source in self.sources.values() if not isinstance(source, float | None))
 
     def prepare_data(self) -> None:
         """Look for files, convert text, and fit the features; one process per node does this, for files."""
         if self._is_in_memory:
             return
-        path = self._prepared_path()
+        try:
+            path = self._prepared_path()
+        except DataError:
+            return  # every rank's setup raises it
         if not path.exists() or "error" in json.loads(path.read_text()):
             try:
                 prepared = self._prepare()

@@ -9,6 +9,9 @@ NUM_CATEGORIES = 26
 
 INTEGERS = tuple(f"I{number}" for number in range(1, NUM_INTEGERS + 1))
 CATEGORIES = tuple(f"C{number}" for number in range(1, NUM_CATEGORIES + 1))
+LABEL = "label"
+COLUMNS = (LABEL, *INTEGERS, *CATEGORIES)
+"""Of Criteo's text files, which have no header."""
 
 MLPERF_ROWS = (
     *(40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10),

@@ -1,69 +1,31 @@
 """The batches: click logs in Criteo's format, or generated ones, in order of time."""
 
-import hashlib
-import json
-import math
-from collections.abc import Iterator, Sequence
+import os
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
-import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset
+from pyarrow import parquet
 from torchmetrics.functional.classification import binary_auroc
 
+from lightning_distrec.data import ColumnData, Hash, Number, Vocabulary
 from lightning_distrec.errors import ConfigError
-from recipes.criteo_dlrm.columns import MLPERF_BAG_SIZES, NUM_CATEGORIES, table_rows
-from recipes.criteo_dlrm.generator import BLOCK, TASKS, Block, Generator
-from recipes.criteo_dlrm.store import Store, open_store, write_store
-from recipes.loaders import load_batches
+from recipes.criteo_dlrm.columns import CATEGORIES, COLUMNS, INTEGERS, LABEL, MLPERF_BAG_SIZES, table_rows
+from recipes.criteo_dlrm.generator import TASKS
+from recipes.criteo_dlrm.write_logs import PURCHASE, TRUTH, write_logs
 
-# Steps between the ids that the multi-hot variant makes of one id: an odd number, spread over 32 bits.
-BAG_STEP = 0x9E3779B1
-
-
-class ClickLogs(Dataset):
-    """Examples of a store; a batch is cut out of its arrays in one go."""
-
-    def __init__(self, store: Store, rows: Sequence[int], bag_sizes: Sequence[int]) -> None:
-        """rows: of each category's table. bag_sizes: ids of each category; 1: its own id alone."""
-        self.store = store
-        self.rows = np.array(rows, dtype=np.int64)
-        self.bag_sizes = np.array(bag_sizes)
-
-    def __len__(self) -> int:
-        return len(self.store.tokens)
-
-    def __getitem__(self, example: int) -> dict[str, Tensor]:
-        return self.__getitems__([example])
-
-    def __getitems__(self, examples: Sequence[int]) -> dict[str, Tensor]:
-        """Return the batch of these examples; DataLoader calls this once per batch.
-
-        ids: (sum of lengths,) int64, category after category, within it example after example.
-        lengths: (26 * batch_size,) int32. dense: (batch_size, 13) float32. labels: (batch_size, num_tasks) float32.
-        """
-        indices = np.asarray(examples)
-        tokens = self.store.tokens[indices].T.astype(np.int64)
-        bags = [self._bags(category, tokens[category]) for category in range(NUM_CATEGORIES)]
-        return {
-            "ids": torch.from_numpy(np.concatenate(bags)),
-            "lengths": torch.from_numpy(np.repeat(self.bag_sizes, len(indices)).astype(np.int32)),
-            "dense": torch.from_numpy(self.store.dense[indices]),
-            "labels": torch.from_numpy(self.store.labels[indices]),
-        }
-
-    def _bags(self, category: int, tokens: np.ndarray) -> np.ndarray:
-        """Return the ids of one category, (batch_size * bag_size,): the token's own row, then rows derived from it."""
-        steps = np.arange(self.bag_sizes[category], dtype=np.int64) * BAG_STEP
-        ids = 1 + (tokens[:, None] + steps) % (self.rows[category] - 1)
-        return np.where(tokens[:, None] == 0, 0, ids).ravel()
+MAX_VOCABULARY = 100_000
+"""Tables of more rows take values by hash: counting all values of Criteo 1TB would take long."""
 
 
-class CriteoDataModule(pl.LightningDataModule):
-    """Will this person click? The oldest examples train, the next validate, the newest test, as in Criteo's logs."""
+class CriteoDataModule(ColumnData):
+    """Will this person click? The oldest examples train, the next validate, the newest test, as in Criteo's logs.
+
+    A batch has the ids of 26 categories, 13 dense numbers, and the label: (batch_size, 2) generated clicks and
+    purchases, or (batch_size, 1) clicks of files.
+    """
 
     def __init__(
         self,
@@ -83,10 +45,10 @@ class CriteoDataModule(pl.LightningDataModule):
 
         Args:
             files: .tsv, .txt, .gz or .parquet files in order of time. Left out: examples are generated.
-            cache_dir: where examples are kept as arrays, 160 bytes each.
+            cache_dir: where generated examples and converted text are kept, as Parquet.
             batch_size: examples per rank and step.
-            max_rows: no table has more rows; larger ranges of ids share rows, by the remainder. As the model's.
-            multi_hot: several ids per category, derived from its own, as in MLPerf's DLRM-DCNv2.
+            max_rows: no table has more rows; further values share rows, or are unknown. As the model's.
+            multi_hot: each category is a list of values, as in MLPerf's DLRM-DCNv2; so must columns of files be.
             num_examples: how many to generate.
             max_ids: how many different ids a generated category has at most.
             seed: of the generator.
@@ -94,96 +56,60 @@ class CriteoDataModule(pl.LightningDataModule):
             test_fraction: share of the examples, the newest, that tests.
             num_workers: processes that build batches; 0 builds them in the training process.
         """
-        super().__init__()
-        if min(batch_size, max_rows, num_examples, max_ids) < 1:
-            raise ConfigError("batch_size, max_rows, num_examples and max_ids must be at least 1.")
-        if min(val_fraction, test_fraction) <= 0 or val_fraction + test_fraction >= 1:
-            raise ConfigError(
-                f"val_fraction={val_fraction}, test_fraction={test_fraction}: "
-                "both must be above 0 and leave some to train on."
-            )
-        self.files = [Path(file) for file in files or []]
-        self.batch_size = batch_size
-        self.num_examples, self.max_ids, self.seed = num_examples, max_ids, seed
-        self.val_fraction, self.test_fraction = val_fraction, test_fraction
-        self.num_workers = num_workers
-        self.rows = table_rows(max_rows)
-        self.bag_sizes = MLPERF_BAG_SIZES if multi_hot else (1,) * NUM_CATEGORIES
-        self.folder = Path(cache_dir) / self._key()
-        self.splits: dict[str, Subset] = {}
+        if min(max_rows, num_examples, max_ids) < 1:
+            raise ConfigError("max_rows, num_examples and max_ids must be at least 1.")
+        bags = "-bags" if multi_hot else ""
+        self.generated = None if files else Path(cache_dir, f"{num_examples}-{max_ids}-{seed}{bags}.parquet")
+        self.generator: dict[str, Any] = {
+            "examples": num_examples,
+            "max_ids": max_ids,
+            "seed": seed,
+            "multi_hot": multi_hot,
+        }
+        bag_sizes: Sequence[int | None] = MLPERF_BAG_SIZES if multi_hot else (None,) * len(CATEGORIES)
+        tables = zip(CATEGORIES, table_rows(max_rows), bag_sizes, strict=True)
+        kinds = {
+            name: (Vocabulary if rows <= MAX_VOCABULARY else Hash)(rows=rows, max_length=size)
+            for name, rows, size in tables
+        }
+        super().__init__(
+            train=files or self.generated,
+            features=kinds | {name: Number(log=True) for name in INTEGERS},
+            label=[LABEL] if files else [LABEL, PURCHASE],
+            val=val_fraction,
+            test=test_fraction,
+            batch_size=batch_size,
+            num_workers=num_workers,
+            cache_dir=cache_dir,
+            delimiter="\t",
+            column_names=list(COLUMNS),
+        )
 
     def prepare_data(self) -> None:
-        """Convert or generate the examples if they are not there yet; one process per node does this."""
-        if not self.folder.is_dir():
-            write_store(self._read() if self.files else self._generate(), self.folder)
-
-    def setup(self, stage: str) -> None:
-        """Open the examples and split them; every process does this, with the same result."""
-        if self.splits:
-            return
-        examples = ClickLogs(open_store(self.folder), self.rows, self.bag_sizes)
-        train_end = round(len(examples) * (1 - self.val_fraction - self.test_fraction))
-        val_end = round(len(examples) * (1 - self.test_fraction))
-        parts = {"train": range(train_end), "val": range(train_end, val_end), "test": range(val_end, len(examples))}
-        self.splits = {name: Subset(examples, part) for name, part in parts.items()}
-
-    def train_dataloader(self) -> DataLoader:
-        """Batches in random order."""
-        return self._dataloader("train", shuffle=True)
-
-    def val_dataloader(self) -> DataLoader:
-        """Batches in order of time."""
-        return self._dataloader("val", shuffle=False)
-
-    def test_dataloader(self) -> DataLoader:
-        """Batches in order of time."""
-        return self._dataloader("test", shuffle=False)
+        """Generate the examples if they are not there yet; one process per node does this."""
+        if self.generated is not None and not self.generated.exists():
+            self.generated.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self.generated.parent) as scratch:
+                write_logs(str(unfinished := Path(scratch, "all.parquet")), **self.generator)
+                # In one step: another node that shares the disk may write the same file.
+                os.replace(unfinished, self.generated)
+        super().prepare_data()
 
     def baselines(self) -> dict[str, dict[str, float]]:
         """Return what the planted truth itself reaches on validation: no model can do better, but by luck.
 
         With files there is none: their truth is unknown.
         """
-        if self.files:
+        if self.generated is None:
             return {}
-        examples = np.array(self.splits["val"].indices)
-        store = open_store(self.folder)
-        truth, labels = torch.from_numpy(store.log_odds[examples]), torch.from_numpy(store.labels[examples])
+        first, size = (sum(group.num_rows for group in self.groups[name]) for name in ("train", "val"))
+        columns = parquet.read_table(self.generated, columns=[*TRUTH, LABEL, PURCHASE]).slice(first, size)
         scores: dict[str, float] = {}
-        for task, name in enumerate(TASKS):
-            entropy = torch.nn.functional.binary_cross_entropy_with_logits(truth[:, task], labels[:, task])
-            values = {"auroc": binary_auroc(truth[:, task], labels[:, task].long()), "log_loss": entropy}
-            scores |= {f"val_{metric}_{name}": float(value) for metric, value in values.items()}
-            if task == 0:
-                scores |= {f"val_{metric}": float(value) for metric, value in values.items()}
+        for task, truth_column, label_column in zip(TASKS, TRUTH, (LABEL, PURCHASE), strict=True):
+            truth, label = (torch.tensor(columns[name].to_numpy()) for name in (truth_column, label_column))
+            entropy = torch.nn.functional.binary_cross_entropy_with_logits(truth, label.float())
+            values = {"auroc": float(binary_auroc(truth, label)), "log_loss": float(entropy)}
+            scores |= {f"val_{metric}_{task}": value for metric, value in values.items()}
+            if task == TASKS[0]:
+                scores |= {f"val_{metric}": value for metric, value in values.items()}
         return {"best possible": scores}
-
-    def _read(self) -> Iterator[Block]:
-        # pyarrow is needed for files alone.
-        from recipes.criteo_dlrm.read_logs import read_log
-
-        for file in self.files:
-            yield from read_log(file)
-
-    def _generate(self) -> Iterator[Block]:
-        generator = Generator(self.seed, self.max_ids)
-        for number in range(math.ceil(self.num_examples / BLOCK)):
-            yield generator.block(number, min(BLOCK, self.num_examples - number * BLOCK))
-
-    def _key(self) -> str:
-        """Return a folder's name that changes with the files or with the generator's settings."""
-        if not self.files:
-            return f"generated-{self.num_examples}-{self.max_ids}-{self.seed}"
-        facts = [
-            (str(file.absolute()), *((stat.st_size, stat.st_mtime_ns) if (stat := _stat(file)) else ()))
-            for file in self.files
-        ]
-        return "files-" + hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-
-    def _dataloader(self, split: str, *, shuffle: bool) -> DataLoader:
-        dataset = self.splits[split]
-        return load_batches(dataset, self.batch_size, shuffle=shuffle, num_workers=self.num_workers)
-
-
-def _stat(file: Path) -> Any:
-    return file.stat() if file.exists() else None

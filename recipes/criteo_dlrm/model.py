@@ -3,12 +3,14 @@
 Source of the shapes: Naumov et al., arXiv:1906.00091 (DLRM); Wang et al., arXiv:2008.13535 (DCN V2); MLPerf Training.
 """
 
+from typing import Any
+
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torchmetrics.classification import BinaryAUROC
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.models.dlrm import DLRM, DLRM_DCN
 
 from lightning_distrec.errors import ConfigError
@@ -28,11 +30,6 @@ def build_tables(max_rows: int, dim: int) -> EmbeddingBagCollection:
             for category, rows in zip(CATEGORIES, table_rows(max_rows), strict=True)
         ]
     )
-
-
-def features_of(batch: dict[str, Tensor]) -> KeyedJaggedTensor:
-    """Return a batch's ids by category."""
-    return KeyedJaggedTensor(keys=list(CATEGORIES), values=batch["ids"], lengths=batch["lengths"])
 
 
 class ClickModel(pl.LightningModule):
@@ -91,26 +88,26 @@ class ClickModel(pl.LightningModule):
             cross = {"dcn_num_layers": set_to["dcn_layers"], "dcn_low_rank_dim": set_to["dcn_rank"]}
             self.model = DLRM_DCN(tables, **layers, **cross)
 
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+    def forward(self, batch: dict[str, Any]) -> Tensor:
         """Return the log-odds of a click, (batch_size,)."""
         assert self.model is not None, "configure_model has not been called"
-        return self.model(batch["dense"], features_of(batch)).squeeze(1)
+        return self.model(batch["dense"], batch["ids"]).squeeze(1)
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Return the loss of a batch."""
-        loss = functional.binary_cross_entropy_with_logits(self(batch), batch["labels"][:, 0])
+        loss = functional.binary_cross_entropy_with_logits(self(batch), batch["label"][:, 0])
         self.log("train_loss", loss, prog_bar=True)  # rank 0's, every 50 steps: one epoch has a curve, too
         return loss
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Add a batch to the validation's AUROC and log-loss."""
         self._evaluate("val", self.val_auroc, batch)
 
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Add a batch to the test's AUROC and log-loss."""
         self._evaluate("test", self.test_auroc, batch)
 
-    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Return the chance of a click, (batch_size,)."""
         return torch.sigmoid(self(batch))
 
@@ -125,8 +122,8 @@ class ClickModel(pl.LightningModule):
             {"params": dense_parameters, "lr": self.hparams["learning_rate"]},
         ])
 
-    def _evaluate(self, split: str, auroc: BinaryAUROC, batch: dict[str, Tensor]) -> None:
-        logits, label = self(batch), batch["labels"][:, 0]
+    def _evaluate(self, split: str, auroc: BinaryAUROC, batch: dict[str, Any]) -> None:
+        logits, label = self(batch), batch["label"][:, 0]
         auroc.update(torch.sigmoid(logits), label.long())
         log_loss = functional.binary_cross_entropy_with_logits(logits, label)
         self.log(f"{split}_log_loss", log_loss, prog_bar=True, batch_size=len(label), sync_dist=True)

@@ -45,9 +45,9 @@ class Folder:
 
     ratings: Ratings
     user_columns: dict[str, list[str]]
-    """age, gender, occupation, zip_code: one text per user."""
+    """user_id, age, gender, occupation, zip_code: one text per user."""
     item_columns: dict[str, list[str]]
-    """title, release_year, genres: one text per item; genres are separated by spaces, a missing title is empty."""
+    """item_id, title, release_year, genres: one text per item; genres have spaces between, a missing title is empty."""
 
 
 def read_folder(path: Path) -> Folder:
@@ -68,8 +68,9 @@ def read_folder(path: Path) -> Folder:
     item_positions = _positions(item_file, items["item_id"])
     return Folder(
         ratings=_read_ratings(inter_file, user_positions, item_positions),
-        user_columns={name: users[name] for name in ("age", "gender", "occupation", "zip_code")},
+        user_columns={name: users[name] for name in ("user_id", "age", "gender", "occupation", "zip_code")},
         item_columns={
+            "item_id": items["item_id"],
             "title": items.get("movie_title", [""] * len(genres)),
             "release_year": items["release_year"],
             "genres": genres,

@@ -1,42 +1,35 @@
-"""What the model sees of an interaction: names, table sizes, and how the past is counted without looking ahead.
-
-An id is 1 + the position of a value in its vocabulary; id 0 is kept for "unknown or missing".
-"""
+"""What the model sees of an interaction: its features and tables, and how the past is counted without looking ahead."""
 
 from dataclasses import dataclass
 
 import numpy as np
-import torch
+import pyarrow as pa
 
-from recipes.movielens.ids import Bags
-
-
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """An embedding table and the features that are looked up in it."""
-
-    rows: int
-    features: tuple[str, ...]
-
-
-# The sizes are fixed, with room to spare, so that model and data agree without exchanging anything, and a
-# checkpoint fits another folder too. An unused row costs memory only. A folder that needs more gets an error.
-TABLES = {
-    "user": Table(rows=16384, features=("user",)),
-    "item": Table(rows=8192, features=("item", "recent_likes", "recent_dislikes")),
-    "age": Table(rows=16, features=("age",)),
-    "gender": Table(rows=8, features=("gender",)),
-    "occupation": Table(rows=64, features=("occupation",)),
-    "zip": Table(rows=64, features=("zip",)),
-    "year": Table(rows=32, features=("year",)),
-    "genre": Table(rows=64, features=("genres",)),
-}
-
-FEATURES = tuple(feature for table in TABLES.values() for feature in table.features)
-"""Order of the features in a batch's ids."""
+from lightning_distrec.data import Bucketize, Columns, Number, Vocabulary
+from lightning_distrec.data.features import Feature
+from recipes.movielens.ids import AGE_EDGES, YEAR_EDGES
 
 DENSE = ("user_events", "user_like_rate", "item_events", "item_like_rate")
-"""Order of the columns in a batch's dense numbers. All count strictly earlier events only."""
+"""Columns of the dense numbers. All count strictly earlier events only."""
+
+# The sizes are fixed, with room to spare, so that a checkpoint fits another folder too. Unused rows cost memory only.
+FEATURES: dict[str, Feature] = {
+    "user": Vocabulary(rows=16384),
+    "item": Vocabulary(rows=8192),
+    "recent_likes": Vocabulary(rows=8192, table="item", max_length=20),
+    "recent_dislikes": Vocabulary(rows=8192, table="item", max_length=20),
+    "age": Bucketize(boundaries=AGE_EDGES),
+    "gender": Vocabulary(rows=8),
+    "occupation": Vocabulary(rows=64),
+    "zip": Vocabulary(rows=64),
+    "year": Bucketize(boundaries=YEAR_EDGES),
+    "genres": Vocabulary(rows=64, table="genre", max_length=32, separator=" "),
+    **{name: Number() for name in DENSE},
+}
+
+TABLES = Columns(FEATURES).tables
+VECTORS = tuple(feature for table in TABLES.values() for feature in table.features)
+"""The features that are looked up in a table."""
 
 # A rate over n earlier events is (likes + 5 * 0.5) / (n + 5): half, until there is something to go by. The 0.5 is
 # written down here rather than measured, so that it cannot carry anything from the future.
@@ -85,27 +78,25 @@ def count_past(groups: np.ndarray, times: np.ndarray, likes: np.ndarray) -> Past
 
 
 def latest_items(
-    users: np.ndarray, item_ids: np.ndarray, eligible: np.ndarray, num_earlier: np.ndarray, length: int
-) -> Bags:
-    """Return, for each event, the ids of the last `length` chosen items of its user before it.
+    users: np.ndarray, items: pa.Array, eligible: np.ndarray, num_earlier: np.ndarray, length: int
+) -> pa.Array:
+    """Return, for each event, a list of the last `length` chosen items of its user before it.
 
-    users, item_ids: (num_events,), in order of time. eligible: (num_events,), 1 for the events to pick from (the
+    users, items: (num_events,), in order of time. eligible: (num_events,), 1 for the events to pick from (the
     likes, say). num_earlier: (num_events,), how many chosen events of the user have a strictly earlier time; it keeps
     out what happened at the same time.
     """
     picked = np.flatnonzero(eligible)
     picked = picked[np.argsort(users[picked], kind="stable")]
-    first_of_user = np.searchsorted(users[picked], users)
     lengths = np.minimum(num_earlier, length)
-    return Bags(
-        values=torch.from_numpy(item_ids[picked]),
-        starts=torch.from_numpy(first_of_user + num_earlier - lengths),
-        lengths=torch.from_numpy(lengths),
-    )
+    ends = lengths.cumsum()
+    # A user's chosen events lie one after the other; those of an event end with its last earlier one.
+    stops = np.searchsorted(users[picked], users) + num_earlier
+    events = picked[np.arange(ends[-1] if len(ends) else 0) + np.repeat(stops - ends, lengths)]
+    return pa.ListArray.from_arrays(np.concatenate([[0], ends]).astype(np.int32), items.take(pa.array(events)))
 
 
-def ids_of_known_users(users: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Return 1 + user where the user first came more than a day earlier, else 0; (num_events,), in order of time."""
+def is_old_user(users: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """Return whether each event's user first came more than a day earlier; (num_events,), in order of time."""
     _, first_event, position = np.unique(users, return_index=True, return_inverse=True)
-    is_seen = times - times[first_event][position] > NEW_USER_SECONDS
-    return np.where(is_seen, 1 + users, 0)
+    return times - times[first_event][position] > NEW_USER_SECONDS

@@ -5,15 +5,17 @@ with any other strategy, or none, the same file trains on one device.
 Source of the shape: Naumov et al., Deep Learning Recommendation Model, arXiv:1906.00091.
 """
 
+from typing import Any
+
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torchmetrics.classification import BinaryAUROC
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 
 from lightning_distrec.errors import ConfigError
-from recipes.movielens_dlrm.features import DENSE, FEATURES, TABLES
+from recipes.movielens_dlrm.features import DENSE, TABLES, VECTORS
 
 
 class ClickModel(pl.LightningModule):
@@ -46,7 +48,7 @@ class ClickModel(pl.LightningModule):
         self.learning_rate = learning_rate
         # Created in configure_model, where the strategy chooses the device.
         self.tables: EmbeddingBagCollection = None
-        num_vectors = len(FEATURES) + 1
+        num_vectors = len(VECTORS) + 1
         pairs = torch.triu_indices(num_vectors, num_vectors, offset=1)
         self.register_buffer("pairs", pairs, persistent=False)
         self.bottom = nn.Sequential(nn.Linear(len(DENSE), hidden), nn.ReLU(), nn.Linear(hidden, dim), nn.ReLU())
@@ -70,15 +72,15 @@ class ClickModel(pl.LightningModule):
                 ]
             )
 
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+    def forward(self, batch: dict[str, Any]) -> Tensor:
         """Return the log-odds of a like, (batch_size,)."""
-        pooled = self.tables(KeyedJaggedTensor(keys=list(FEATURES), values=batch["ids"], lengths=batch["lengths"]))
+        pooled = self.tables(batch["ids"])
         from_dense = self.bottom(batch["dense"])
-        vectors = torch.stack([from_dense, *(pooled[name] for name in FEATURES)], dim=1)
+        vectors = torch.stack([from_dense, *(pooled[name] for name in VECTORS)], dim=1)
         dots = (vectors @ vectors.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
         return self.top(torch.cat([from_dense, dots], dim=1)).squeeze(1)
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Return the loss of a batch."""
         loss = functional.binary_cross_entropy_with_logits(self(batch), batch["label"])
         # The mean over the epoch and all ranks; ranks exchange it once per epoch.
@@ -86,15 +88,15 @@ class ClickModel(pl.LightningModule):
         self.log("train_loss", loss, on_step=False, on_epoch=True, prog_bar=True, batch_size=size, sync_dist=True)
         return loss
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Add a batch to the validation's AUROC and log-loss."""
         self._evaluate("val", self.val_auroc, batch)
 
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Add a batch to the test's AUROC and log-loss."""
         self._evaluate("test", self.test_auroc, batch)
 
-    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Return the chance of a like, (batch_size,)."""
         return torch.sigmoid(self(batch))
 
@@ -107,7 +109,7 @@ class ClickModel(pl.LightningModule):
             {"params": dense_parameters, "lr": self.learning_rate},
         ])
 
-    def _evaluate(self, split: str, auroc: BinaryAUROC, batch: dict[str, Tensor]) -> None:
+    def _evaluate(self, split: str, auroc: BinaryAUROC, batch: dict[str, Any]) -> None:
         logits, label = self(batch), batch["label"]
         auroc.update(torch.sigmoid(logits), label.long())
         log_loss = functional.binary_cross_entropy_with_logits(logits, label)

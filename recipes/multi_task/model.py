@@ -5,7 +5,7 @@ KDD 2018.
 """
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -17,7 +17,7 @@ from torchrec import EmbeddingBagCollection
 from lightning_distrec.errors import ConfigError
 from recipes.criteo_dlrm.columns import NUM_CATEGORIES, NUM_INTEGERS
 from recipes.criteo_dlrm.generator import TASKS
-from recipes.criteo_dlrm.model import AUROC_BINS, build_tables, features_of
+from recipes.criteo_dlrm.model import AUROC_BINS, build_tables
 
 
 class MixtureOfExperts(nn.Module):
@@ -76,32 +76,32 @@ class MultiTaskModel(pl.LightningModule):
         if self.tables is None:
             self.tables = build_tables(self.hparams["max_rows"], self.hparams["dim"])
 
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+    def forward(self, batch: dict[str, Any]) -> Tensor:
         """Return the log-odds of each task, (batch_size, num_tasks)."""
-        pooled = self.tables(features_of(batch)).values()
+        pooled = self.tables(batch["ids"]).values()
         per_task = self.mixture(torch.cat([batch["dense"], pooled], dim=1))
         return torch.cat([tower(output) for tower, output in zip(self.towers, per_task, strict=True)], dim=1)
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Return the weighted sum of the tasks' losses."""
-        losses = self._losses(self(batch), batch["labels"])
+        losses = self._losses(self(batch), batch["label"])
         logged = {f"train_loss_{task}": loss for task, loss in zip(TASKS, losses, strict=True)}
         self.log_dict(logged)  # rank 0's, every 50 steps: one epoch has a curve, too
         total = sum(weight * loss for weight, loss in zip(self.hparams["loss_weights"], losses, strict=True))
         self.log("train_loss", total, prog_bar=True)
         return total
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Add a batch to each task's AUROC and log-loss."""
-        logits, size = self(batch), len(batch["labels"])
-        losses = self._losses(logits, batch["labels"])
+        logits, size = self(batch), len(batch["label"])
+        losses = self._losses(logits, batch["label"])
         for number, (task, loss) in enumerate(zip(TASKS, losses, strict=True)):
             auroc = cast(BinaryAUROC, self.val_aurocs[task])
-            auroc.update(torch.sigmoid(logits[:, number]), batch["labels"][:, number].long())
+            auroc.update(torch.sigmoid(logits[:, number]), batch["label"][:, number].long())
             self.log(f"val_auroc_{task}", auroc, batch_size=size)
             self.log(f"val_log_loss_{task}", loss, batch_size=size, sync_dist=True)
 
-    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Return the chance of each task, (batch_size, num_tasks)."""
         return torch.sigmoid(self(batch))
 

@@ -1,18 +1,25 @@
-"""Click logs: what the generator plants, what readers find in files, and what a batch holds of it."""
+"""Click logs: what the generator plants, what files hold of it, and what a batch does."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from pyarrow import csv, parquet
 from torchmetrics.functional.classification import binary_auroc
 
 from lightning_distrec.errors import ConfigError, DataError
-from recipes.criteo_dlrm.columns import CATEGORIES, MLPERF_BAG_SIZES, MLPERF_ROWS, NUM_CATEGORIES, table_rows
+from recipes.criteo_dlrm.columns import (
+    CATEGORIES,
+    COLUMNS,
+    INTEGERS,
+    MLPERF_BAG_SIZES,
+    MLPERF_ROWS,
+    NUM_CATEGORIES,
+    table_rows,
+)
 from recipes.criteo_dlrm.data import CriteoDataModule
 from recipes.criteo_dlrm.generator import Generator, tokens_of
-from recipes.criteo_dlrm.read_logs import read_log
-from recipes.criteo_dlrm.store import open_store
 from recipes.criteo_dlrm.write_logs import write_logs
 
 
@@ -59,75 +66,89 @@ def test_different_ids_have_different_tokens() -> None:
 def test_files_hold_what_was_generated(generator: Generator, tmp_path: Path, name: str) -> None:
     file = tmp_path / name
     write_logs(str(file), examples=300, seed=3, max_ids=1000)
-    read = list(read_log(file))
-    expected = generator.block(0, 300)
-    assert np.array_equal(np.concatenate([block.integers for block in read]), expected.integers)
-    assert np.array_equal(np.concatenate([block.tokens for block in read]), expected.tokens)
-    assert np.array_equal(np.concatenate([block.labels[:, 0] for block in read]), expected.labels[:, 0])
+    texts = {"column_types": dict.fromkeys(CATEGORIES, "string"), "strings_can_be_null": True}
+    parsing = csv.ReadOptions(column_names=list(COLUMNS)), csv.ParseOptions(delimiter="\t")
+    table = (
+        parquet.read_table(file) if name.endswith("t") else csv.read_csv(file, *parsing, csv.ConvertOptions(**texts))
+    )
+    block = generator.block(0, 300)
+    for number, column in enumerate(INTEGERS):
+        values = [None if value < 0 else value for value in block.integers[:, number].tolist()]
+        assert table[column].to_pylist() == values
+    for number, column in enumerate(CATEGORIES):
+        texts = [f"{token:08x}" if token else None for token in block.tokens[:, number].tolist()]
+        assert table[column].to_pylist() == texts
+    assert table["label"].to_pylist() == block.labels[:, 0].tolist()
 
 
 def test_a_line_of_criteos_own_kind_is_read(tmp_path: Path) -> None:
-    (file := tmp_path / "day.txt").write_text(
-        "\t".join(["1", "-2", "", *"3" * 11, "05db9164", "FFFFFFFF", *[""] * 24]) + "\n"
-    )
-    (block,) = read_log(file)
-    assert block.integers.tolist() == [[-2, -1, *[3] * 11]]
-    assert block.tokens[0, :3].tolist() == [0x05DB9164, 0xFFFFFFFF, 0]
-    assert block.labels.tolist() == [[1]]
+    line = "\t".join(["1", "-2", "", *"3" * 11, "05db9164", "FFFFFFFF", *[""] * 24]) + "\n"
+    (file := tmp_path / "day.txt").write_text(10 * line)
+    data = CriteoDataModule([str(file)], str(tmp_path), batch_size=10)
+    data.prepare_data()
+    data.setup()
+    (batch,) = data.train_dataloader()
+    assert batch["dense"][0].tolist() == pytest.approx([0, 0, *[np.log(4)] * 11])
+    ids = batch["ids"].values().view(NUM_CATEGORIES, 8)[:, 0].tolist()
+    assert all(ids[:2])
+    assert not any(ids[2:])
+    assert batch["label"].tolist() == [[1]] * 8
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (["1", *"3" * 13, "xyz", *[""] * 25], "expected 8 hexadecimal digits as C1, there is 'xyz'"),
-        (["2", *"3" * 13, *[""] * 26], "expected 0 or 1 as label, there is 2"),
-        (["1", "many", *"3" * 12, *[""] * 26], "Expected the columns label, I1..I13, C1..C26"),
-        (["1", "3"], "Expected the columns label, I1..I13, C1..C26"),
+        (["1", "many", *"3" * 12, *[""] * 26], r"day\.tsv: .*column #1.*many"),
+        (["1", "3"], r"day\.tsv: .*Expected 40 columns, got 2"),
     ],
 )
 def test_a_line_of_another_format_is_refused(tmp_path: Path, fields: list[str], message: str) -> None:
     (file := tmp_path / "day.tsv").write_text("\t".join(fields) + "\n")
+    data = CriteoDataModule([str(file)], str(tmp_path))
+    data.prepare_data()
     with pytest.raises(DataError, match=message):
-        list(read_log(file))
+        data.setup()
 
 
-def test_a_batch_has_the_rows_of_its_tokens_and_the_bags_of_mlperf(tmp_path: Path) -> None:
-    data = module(tmp_path, max_rows=500, multi_hot=True)
-    tokens, dense = open_store(data.folder).tokens[:7], open_store(data.folder).dense[:7]
-    batch = data.splits["train"].dataset.__getitems__(range(7))
-    bags = iter(batch["ids"].split(batch["lengths"].tolist()))
-    for category, (rows, size) in enumerate(zip(table_rows(500), MLPERF_BAG_SIZES, strict=True)):
-        for example in range(7):
-            ids, token = next(bags).tolist(), int(tokens[example, category])
-            assert len(ids) == size
-            assert ids[0] == (1 + token % (rows - 1) if token else 0)
-            assert all(0 < row < rows for row in ids) if token else not any(ids)
-    assert torch.equal(batch["dense"], torch.from_numpy(dense.copy()))
+@pytest.mark.parametrize("multi_hot", [False, True])
+def test_a_batch_has_the_rows_of_its_tables_and_the_bags_of_mlperf(tmp_path: Path, multi_hot: bool) -> None:
+    data = module(tmp_path, max_rows=500, multi_hot=multi_hot)
+    batch = next(iter(data.val_dataloader()))
+    written = parquet.read_table(data.generated).slice(4000, 500)
+    bags = iter(batch["ids"].values().split(batch["ids"].lengths().tolist()))
+    for category, rows, size in zip(CATEGORIES, table_rows(500), MLPERF_BAG_SIZES, strict=True):
+        for values in written[category].to_pylist():
+            ids = next(bags).tolist()
+            assert len(ids) == ((size if values else 0) if multi_hot else 1)
+            assert all(0 <= row < rows for row in ids)
+            assert multi_hot or bool(values) or ids == [0]
+    first = [written[name][0].as_py() for name in INTEGERS]
+    assert batch["dense"][0].tolist() == pytest.approx([np.log1p(max(value or 0, 0)) for value in first])
 
 
 def test_examples_are_split_in_order_and_made_once(tmp_path: Path) -> None:
     data = module(tmp_path)
-    assert [list(data.splits[name].indices)[:: len(data.splits[name]) - 1] for name in ("train", "val", "test")] == [
-        [0, 3999],
-        [4000, 4499],
-        [4500, 4999],
-    ]
-    written = (data.folder / "tokens").stat().st_mtime_ns
-    assert (module(tmp_path).folder / "tokens").stat().st_mtime_ns == written
-    assert [folder.name for folder in tmp_path.iterdir()] == [data.folder.name]
+    rows = {name: sum(group.num_rows for group in data.groups[name]) for name in data.groups}
+    assert rows == {"train": 4000, "val": 500, "test": 500}
+    labels = parquet.read_table(data.generated)["label"].to_pylist()
+    assert torch.cat([batch["label"] for batch in data.val_dataloader()])[:, 0].tolist() == labels[4000:4500]
+    assert torch.cat([batch["label"] for batch in data.test_dataloader()])[:, 0].tolist() == labels[4500:]
+    written = data.generated.stat().st_mtime_ns
+    assert module(tmp_path).generated.stat().st_mtime_ns == written
+    assert {file.suffix for file in tmp_path.iterdir()} == {".parquet", ".json"}
     assert 0.75 < data.baselines()["best possible"]["val_auroc"] < 0.9
 
 
-def test_files_are_converted_once_and_have_no_known_truth(tmp_path: Path) -> None:
+def test_files_are_read_and_have_no_known_truth(tmp_path: Path) -> None:
     write_logs(str(tmp_path / "a.tsv"), examples=60, max_ids=1000)
     write_logs(str(tmp_path / "b.parquet"), examples=40, max_ids=1000)
     data = CriteoDataModule(files=[str(tmp_path / "a.tsv"), str(tmp_path / "b.parquet")], cache_dir=str(tmp_path / "c"))
     data.prepare_data()
     data.setup("fit")
-    assert sum(len(part) for part in data.splits.values()) == 100
+    assert sum(group.num_rows for groups in data.groups.values() for group in groups) == 100
     assert data.baselines() == {}
     with pytest.raises(DataError, match=r"none\.tsv: there is no such file"):
-        CriteoDataModule(files=[str(tmp_path / "none.tsv")], cache_dir=str(tmp_path / "c")).prepare_data()
+        CriteoDataModule(files=[str(tmp_path / "none.tsv")], cache_dir=str(tmp_path / "c")).setup()
 
 
 def test_sizes_are_those_of_mlperf() -> None:
@@ -139,6 +160,6 @@ def test_sizes_are_those_of_mlperf() -> None:
 
 def test_impossible_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match="must be at least 1"):
-        CriteoDataModule(batch_size=0)
-    with pytest.raises(ConfigError, match=r"val_fraction=0\.5, test_fraction=0\.5"):
+        CriteoDataModule(num_examples=0)
+    with pytest.raises(ConfigError, match=r"val=0\.5, test=0\.5"):
         CriteoDataModule(val_fraction=0.5, test_fraction=0.5)

@@ -4,17 +4,18 @@ import csv
 import subprocess
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
-import torch
 
 from lightning_distrec.errors import ConfigError, DataError
 from recipes.movielens import folder as folder_module
 from recipes.movielens.folder import read_folder
 from recipes.movielens.ids import check_fits, ids_of_numbers, ids_of_texts
-from recipes.movielens_dlrm.data import MovieLensDataModule, build_examples, split_times
-from recipes.movielens_dlrm.features import DENSE, FEATURES, NEW_USER_SECONDS, TABLES
+from recipes.movielens_dlrm.data import MovieLensDataModule, build_table, split_times
+from recipes.movielens_dlrm.features import DENSE, NEW_USER_SECONDS, TABLES
 from tests.support.movielens_folder import write_movielens_folder
 
 HISTORY_LENGTH = 4
@@ -40,26 +41,29 @@ def earlier(events: list[dict[str, int]], event: dict[str, int], column: str) ->
     return [e for e in events if e[column] == event[column] and e["timestamp"] < event["timestamp"]]
 
 
-def bags_of(batch: dict[str, torch.Tensor], batch_size: int = 1) -> dict[str, list[list[int]]]:
+def table_of(path: Path) -> pa.Table:
+    return build_table(read_folder(path), history_length=HISTORY_LENGTH, like_from_rating=4)
+
+
+def bags_of(batch: dict[str, Any]) -> dict[str, list[list[int]]]:
     """A batch as {feature: [ids of each example]}."""
-    bags = iter(batch["ids"].split(batch["lengths"].tolist()))
-    return {name: [next(bags).tolist() for _ in range(batch_size)] for name in FEATURES}
+    ids = batch["ids"].to_dict()
+    return {name: [bag.tolist() for bag in bags.to_dense()] for name, bags in ids.items()}
 
 
 def test_a_users_recent_likes_and_dislikes_are_the_latest_of_strictly_earlier_times(path):
-    examples = build_examples(read_folder(path), history_length=HISTORY_LENGTH, like_from_rating=4)
+    table = table_of(path)
     events = events_in_order_of_time(path)
     for number, event in enumerate(events):
         initial = earlier(events, event, "user_id")
-        bags = bags_of(examples[number])
-        likes = [e["item_id"] for e in initial if e["rating"] >= 4]
-        dislikes = [e["item_id"] for e in initial if e["rating"] < 4]
-        assert bags["recent_likes"] == [likes[-HISTORY_LENGTH:]]
-        assert bags["recent_dislikes"] == [dislikes[-HISTORY_LENGTH:]]
+        likes = [str(e["item_id"]) for e in initial if e["rating"] >= 4]
+        dislikes = [str(e["item_id"]) for e in initial if e["rating"] < 4]
+        assert table["recent_likes"][number].as_py() == likes[-HISTORY_LENGTH:]
+        assert table["recent_dislikes"][number].as_py() == dislikes[-HISTORY_LENGTH:]
 
 
 def test_dense_numbers_count_strictly_earlier_events_only(path):
-    examples = build_examples(read_folder(path), history_length=HISTORY_LENGTH, like_from_rating=4)
+    table = table_of(path)
     events = events_in_order_of_time(path)
     assert DENSE == ("user_events", "user_like_rate", "item_events", "item_like_rate")
     for number, event in enumerate(events):
@@ -68,22 +72,22 @@ def test_dense_numbers_count_strictly_earlier_events_only(path):
             initial = earlier(events, event, column)
             likes = sum(e["rating"] >= 4 for e in initial)
             expected += [0.25 * np.log(1 + len(initial)), 4 * ((likes + 2.5) / (len(initial) + 5) - 0.5)]
-        assert examples.dense[number].tolist() == pytest.approx(expected, abs=1e-6)
+        assert [table[name][number].as_py() for name in DENSE] == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_user_has_no_row_of_their_own_on_the_first_day(path):
-    examples = build_examples(read_folder(path), history_length=HISTORY_LENGTH, like_from_rating=4)
+    table = table_of(path)
     events = events_in_order_of_time(path)
     expected = []
     for event in events:
         first = min(e["timestamp"] for e in events if e["user_id"] == event["user_id"])
-        expected.append(event["user_id"] if event["timestamp"] - first > NEW_USER_SECONDS else 0)
-    assert examples.features["user"].tolist() == expected
-    assert 0 < expected.count(0) < len(expected)
+        expected.append(str(event["user_id"]) if event["timestamp"] - first > NEW_USER_SECONDS else None)
+    assert table["user"].to_pylist() == expected
+    assert 0 < expected.count(None) < len(expected)
 
 
 def test_changing_the_future_changes_no_example_of_the_past(path, tmp_path):
-    initial = build_examples(read_folder(path), history_length=HISTORY_LENGTH, like_from_rating=4)
+    initial = table_of(path)
     times = read_folder(path).ratings.times
     half = times[len(times) // 2]
     lines = (path / "made.inter").read_text().splitlines()
@@ -93,16 +97,16 @@ def test_changing_the_future_changes_no_example_of_the_past(path, tmp_path):
         for line in lines[1:]
     ]
     (path / "made.inter").write_text("\n".join([lines[0], *turned]) + "\n")
-    final = build_examples(read_folder(path), history_length=HISTORY_LENGTH, like_from_rating=4)
+    final = table_of(path)
     for number in np.flatnonzero(times <= half):
-        old, new = initial[number], final[number]
-        assert all(torch.equal(old[name], new[name]) for name in ("ids", "lengths", "dense"))
+        old, new = (table.drop_columns("like").slice(number, 1).to_pylist() for table in (initial, final))
+        assert old == new
 
 
 def test_the_split_is_ordered_in_time_and_no_moment_is_on_two_sides(path):
     data = MovieLensDataModule(data_dir=str(path), val_fraction=0.2, test_fraction=0.15)
     data.setup("fit")
-    times = {name: data.ratings.times[part.indices] for name, part in data.splits.items()}
+    times = {name: data.ratings.times[list(part)] for name, part in data.events.items()}
     assert times["train"].max() < times["val"].min()
     assert times["val"].max() < times["test"].min()
     assert sum(len(part) for part in times.values()) == 600
@@ -114,26 +118,30 @@ def test_a_tie_at_the_boundary_goes_to_the_later_side_as_a_whole():
     assert split_times(times, val_fraction=0.3, test_fraction=0.2) == (5, 8)
 
 
-def test_a_batch_holds_its_examples_one_after_the_other_for_each_feature(path):
+def test_a_batch_holds_its_interactions_one_after_the_other_for_each_feature(path):
     data = MovieLensDataModule(data_dir=str(path), batch_size=7, history_length=HISTORY_LENGTH)
     data.setup("fit")
     batch = next(iter(data.val_dataloader()))
-    examples = [data.splits["val"][number] for number in range(7)]
-    singles = [bags_of(example) for example in examples]
-    assert bags_of(batch, 7) == {name: [single[name][0] for single in singles] for name in FEATURES}
-    assert torch.equal(batch["dense"], torch.cat([example["dense"] for example in examples]))
-    assert torch.equal(batch["label"], torch.cat([example["label"] for example in examples]))
+    rows = table_of(path).slice(data.events["val"].start, 7)
+    values = {table: [None, *texts] for table, texts in data.columns.to_plain()["vocabularies"].items()}
+    item = {text: row for row, text in enumerate(values["item"])}
+    bags = bags_of(batch)
+    assert bags["item"] == [[item.get(film, 0)] for film in rows["item"].to_pylist()]
+    assert bags["recent_likes"] == [[item.get(film, 0) for film in films] for films in rows["recent_likes"].to_pylist()]
+    genres = rows["genres"].to_pylist()
+    assert [[values["genre"][row] for row in bag] for bag in bags["genres"]] == [text.split() for text in genres]
+    assert batch["dense"][:, 0].tolist() == pytest.approx(rows["user_events"].to_pylist())
+    assert batch["label"].tolist() == rows["like"].to_pylist()
 
 
-def test_features_say_what_the_catalogue_says(path):
-    examples = build_examples(read_folder(path), history_length=HISTORY_LENGTH, like_from_rating=4)
-    event = events_in_order_of_time(path)[0]
-    item_lines = (path / "made.item").read_text().splitlines()[1:]
-    vocabulary = list(dict.fromkeys(word for line in item_lines for word in line.split("\t")[3].split()))
-    genres = item_lines[event["item_id"] - 1].split("\t")[3].split()
-    bags = bags_of(examples[0])
-    assert bags["item"] == [[event["item_id"]]]
-    assert bags["genres"] == [[1 + vocabulary.index(genre) for genre in genres]]
+def test_interactions_say_what_the_catalogue_says(path):
+    table, event = table_of(path), events_in_order_of_time(path)[0]
+    film = (path / "made.item").read_text().splitlines()[event["item_id"]].split("\t")
+    person = (path / "made.user").read_text().splitlines()[event["user_id"]].split("\t")
+    row = table.slice(0, 1).to_pylist()[0]
+    assert (row["item"], row["genres"]) == (film[0], film[3])
+    assert (row["gender"], row["occupation"], row["zip"]) == (person[2], person[3], person[4][:1] or None)
+    assert (row["age"], row["year"]) == tuple(int(text) if text.isdecimal() else None for text in (person[1], film[2]))
 
 
 def test_what_is_missing_or_no_number_is_id_0():
@@ -145,7 +153,7 @@ def test_every_id_is_inside_its_table(path):
     data = MovieLensDataModule(data_dir=str(path), batch_size=600)
     data.setup("fit")
     rows = {feature: table.rows for table in TABLES.values() for feature in table.features}
-    for name, bags in bags_of(next(iter(data.train_dataloader())), len(data.splits["train"])).items():
+    for name, bags in bags_of(next(iter(data.train_dataloader()))).items():
         assert min(map(min, filter(None, bags))) >= 0
         assert max(map(max, filter(None, bags))) < rows[name]
 
@@ -236,7 +244,7 @@ def test_the_download_appears_whole_and_happens_once(path, tmp_path, monkeypatch
     assert len(calls) == 1
     assert "--no-deps" in calls[0]
     assert [entry.name for entry in (tmp_path / "cache").iterdir()] == ["ml"]
-    assert sum(len(part) for part in data.splits.values()) == 600
+    assert sum(len(part) for part in data.events.values()) == 600
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from lightning_distrec.errors import ConfigError
 from recipes.movielens_dlrm.baseline import SMOOTHING_EVENTS
 from recipes.movielens_dlrm.data import MovieLensDataModule
-from recipes.movielens_dlrm.features import FEATURES, TABLES
+from recipes.movielens_dlrm.features import TABLES, VECTORS
 from recipes.movielens_dlrm.model import ClickModel
 from recipes.report import Report
 from tests.support.movielens_folder import write_movielens_folder
@@ -51,13 +51,13 @@ def fit(model: ClickModel, data: MovieLensDataModule, path: Path, epochs: int = 
 def forward_by_hand(model: ClickModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """The same model, written example by example with plain indexing."""
     size = len(batch["label"])
-    bags = list(batch["ids"].split(batch["lengths"].tolist()))
+    bags = list(batch["ids"].values().split(batch["ids"].lengths().tolist()))
     table_of = {feature: name for name, table in TABLES.items() for feature in table.features}
     logits = []
     for example in range(size):
         from_dense = model.bottom(batch["dense"][example])
         vectors = [from_dense]
-        for position, feature in enumerate(FEATURES):
+        for position, feature in enumerate(batch["ids"].keys()):
             rows = model.tables.embedding_bags[table_of[feature]].weight[bags[position * size + example]]
             vectors.append(rows.mean(0) if len(rows) else torch.zeros_like(from_dense))
         dots = [vectors[i] @ vectors[j] for i in range(len(vectors)) for j in range(i + 1, len(vectors))]
@@ -70,8 +70,9 @@ def test_forward_equals_the_model_written_by_hand(data):
     # Large weights: with the small initial ones the dot products would hardly show.
     for weight in model.tables.parameters():
         torch.nn.init.normal_(weight)
-    batch = data.examples.__getitems__(range(50))
-    assert (batch["lengths"] == 0).any(), "the first users have no past: their bags are empty"
+    batch = next(iter(data.train_dataloader()))
+    assert batch["ids"].keys() == list(VECTORS)
+    assert (batch["ids"].lengths() == 0).any(), "the first users have no past: their bags are empty"
     assert_close(model(batch), forward_by_hand(model, batch), rtol=1e-4, atol=1e-5)
 
 
@@ -126,9 +127,9 @@ def test_a_short_fit_learns_and_its_checkpoint_loads(data, tmp_path):
 
 def test_the_baseline_equals_two_averages_computed_by_hand(data):
     def rows(split: str) -> list[tuple[int, int, float]]:
-        events = data.splits[split].indices
-        examples = data.splits[split].dataset
-        return [(int(data.ratings.users[e]), int(data.ratings.items[e]), float(examples.label[e])) for e in events]
+        events = data.events[split]
+        ratings = data.ratings
+        return [(int(ratings.users[e]), int(ratings.items[e]), float(ratings.ratings[e] >= 4)) for e in events]
 
     train, val = rows("train"), rows("val")
     overall = sum(label for *_, label in train) / len(train)

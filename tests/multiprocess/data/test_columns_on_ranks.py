@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 from pyarrow import parquet
 
 from tests.support.column_models import ColumnModel, click_data, write_clicks
@@ -20,10 +21,10 @@ def fit(
     kind = options.pop("strategy", "torchrec_sharded")
     model, data = ColumnModel(), click_data(folder / "clicks.parquet", **options)
     make = make_trainer if kind == "torchrec_sharded" else make_ddp_trainer
-    trainer = make(max_steps=steps, limit_val_batches=0)
+    # Within the epoch: Lightning counts an epoch that max_steps has cut as a whole one.
+    saving = [ModelCheckpoint(save.parent, save.stem, every_n_train_steps=steps)] if save else []
+    trainer = make(max_steps=steps, limit_val_batches=0, callbacks=saving, enable_checkpointing=bool(saving))
     trainer.fit(model, data, ckpt_path=checkpoint)
-    if save is not None:
-        trainer.save_checkpoint(save)
     return model.trained
 
 
@@ -53,6 +54,13 @@ def test_lightnings_own_ddp_trains_each_row_once_too(tmp_path: Path) -> None:
     write_clicks(tmp_path, NUM_ROWS)
     trained = run_on_warm_ranks(fit, 2, tmp_path, -1, None, None, {"strategy": "ddp"})
     assert sorted(rows(trained)) == list(range(NUM_ROWS))
+    # And the same rows of it after a stop, on as many ranks, and what remains on fewer.
+    saved = tmp_path / "saved.ckpt"
+    first = run_on_warm_ranks(fit, 2, tmp_path, 6, None, saved, {"strategy": "ddp"})
+    alike = run_on_warm_ranks(fit, 2, tmp_path, -1, saved, None, {"strategy": "ddp"})
+    assert [before + after for before, after in zip(first, alike, strict=True)] == trained
+    alone = run_on_warm_ranks(fit, 1, tmp_path, -1, saved, None, {"strategy": "ddp"})
+    assert sorted(rows(first) + rows(alone)) == list(range(NUM_ROWS))
 
 
 def test_a_bad_row_group_is_an_error_on_all_ranks_that_says_where(tmp_path: Path) -> None:
