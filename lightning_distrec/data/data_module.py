@@ -141,10 +141,7 @@ class ColumnData(pl.LightningDataModule):
         """Look for files, convert text, and fit the features; one process per node does this, for files."""
         if self._is_in_memory:
             return
-        try:
-            path = self._prepared_path()
-        except DataError:
-            return  # every rank's setup raises it
+        path = self._prepared_path()
         if not path.exists() or "error" in json.loads(path.read_text()):
             try:
                 prepared = self._prepare()
