@@ -117,4 +117,4 @@ def _is_console() -> bool:
 # Lightning takes seconds to load, which the console's help, lists and complaints need not wait for: its commands
 # register where they need it. Children that multiprocessing spawns have another command line, and register here.
 if not _is_console():
-    _import_module("lightning_distrec.registration")
+    _import_module("lightning_distrec.registration").register()

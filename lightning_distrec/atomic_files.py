@@ -1,9 +1,18 @@
 """Writes files so that each is on disk and complete when a call returns; until then, its old content stays."""
 
 import contextlib
+import io
 import os
+import threading
+import time
 import uuid
 from pathlib import Path
+from typing import IO, Any
+
+from typing_extensions import override
+
+BLOCK_BYTES = 2**20
+"""Written at once where there is a limit: a pause for each keeps disks free for others in between."""
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -40,3 +49,53 @@ def replace_file(path: Path, content: bytes) -> None:
         raise
     # The rename itself is on disk only once its folder is.
     fsync(path.parent)
+
+
+class Pace:
+    """Opens files that are written at no more than some bytes per second in all; None: without a limit."""
+
+    def __init__(self, bytes_per_second: float | None = None) -> None:
+        self._bytes_per_second = bytes_per_second
+        self._is_lifted = threading.Event()
+        self._next = 0.0
+
+    def open(self, path: Path) -> IO[bytes]:
+        """Open a file to be written."""
+        return open(path, "wb") if self._bytes_per_second is None else _PacedFile(path, self)
+
+    def begin(self) -> None:
+        """Let the limit hold from now on."""
+        self._is_lifted.clear()
+        self._next = time.monotonic()
+
+    def lift(self) -> None:
+        """Let no limit hold until `begin`: somebody waits for what is written."""
+        self._is_lifted.set()
+
+    def wait(self, num_bytes: int) -> None:
+        """Wait until the next `num_bytes` may be written."""
+        assert self._bytes_per_second is not None
+        # What a slow disk or a busy core has missed is not made up for: bursts are what others feel.
+        start = max(self._next, time.monotonic())
+        self._next = start + num_bytes / self._bytes_per_second
+        self._is_lifted.wait(start - time.monotonic())
+
+
+UNLIMITED = Pace()
+
+
+class _PacedFile(io.FileIO):
+    """A file whose writes are made in blocks, each after a pause."""
+
+    def __init__(self, path: Path, pace: Pace) -> None:
+        super().__init__(path, "wb")
+        self._pace = pace
+
+    @override
+    def write(self, content: Any) -> int:
+        left = memoryview(content).cast("B")
+        while left:
+            block = left[:BLOCK_BYTES]
+            self._pace.wait(len(block))
+            left = left[super().write(block) :]
+        return memoryview(content).nbytes

@@ -1,15 +1,19 @@
 """Tensors whose chunks lie on many ranks, on their way to a file and back.
 
-A chunk is a rectangle of a tensor: one that a rank holds, or one that a file has.
+A chunk is a rectangle of a tensor: one that a rank holds, or one that a file has. A rank's shards are not pickled:
+whoever loads the pickle would lack the rows of the other ranks, without an error.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+
+from lightning_distrec.errors import ShardingError
 
 BLOCK_BYTES = 64 * 2**20
 """How much of a tensor is read, written or sent at a time, at most."""
@@ -120,3 +124,25 @@ def copy_into(chunks: Sequence[Chunk], tensor: Tensor) -> None:
         if (box := overlap((zero, tuple(tensor.shape)), chunk.box)) is not None:
             with torch.no_grad():
                 narrowed(chunk.tensor, chunk.offsets, box).copy_(narrowed(tensor, zero, box))
+
+
+WAYS_OUT = (
+    "Call trainer.strategy.full_state_dict() on every rank, and save what rank 0 gets; trainer.save_checkpoint; or, "
+    "after the run, trainer.strategy.unshard() on every rank, which turns the module back into an ordinary one."
+)
+
+
+def refuse_pickling(shard: Any, name: str) -> Any:
+    """Let pickle, and so torch.save, raise ShardingError for this tensor. name: whose shard it is, for the message."""
+    # pickle looks __reduce_ex__ up on the object, so that neither the tensor's class nor its copies change.
+    shard.__reduce_ex__ = partial(_refuse, name)
+    return shard
+
+
+def _refuse(name: str, _protocol: Any) -> NoReturn:
+    raise ShardingError(f"'{name}' was pickled (by torch.save, say), and this rank has only a shard of it. {WAYS_OUT}")
+
+
+def refuse_module(action: str, path: str, *_: Any) -> NoReturn:
+    """Raise ShardingError. action: what was tried with a module that holds shards at `path`."""
+    raise ShardingError(f"a sharded module cannot be {action}: this rank has only shards of '{path}'. {WAYS_OUT}")

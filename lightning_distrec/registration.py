@@ -1,15 +1,34 @@
-"""Registers the strategies with Lightning, and lets Lightning read checkpoints that are folders."""
+"""The names of our strategies; `register` gives them to Lightning, and lets it read checkpoints that are folders.
 
-from functools import partial
+Nothing here loads torch before `register`.
+"""
+
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.strategies import StrategyRegistry
+STRATEGIES = {
+    "torchrec_sharded": (
+        "TorchRecShardedStrategy",
+        "Embedding tables sharded over the ranks by TorchRec, other layers as under DDP",
+    ),
+    "ddp_tuned": ("TunedDDPStrategy", "DDP tuned to the module, with crash-safe checkpoints"),
+    "fsdp_tuned": ("TunedFSDPStrategy", "Parameters, gradients and optimizer state sharded over the ranks by FSDP2"),
+    "pipeline_parallel": ("PipelineParallelStrategy", "A chain of blocks split into stages over the ranks"),
+}
+"""Name -> class, and what it does."""
 
-from lightning_distrec._compat.lightning import override_environment_choice
-from lightning_distrec._compat.lightning_checkpoints import read_folders_too
-from lightning_distrec.strategy_names import STRATEGIES
+
+def class_path(name: str) -> str:
+    """Return the class_path by which a YAML gives the strategy options; "" for a name that is not ours."""
+    return f"lightning_distrec.{STRATEGIES[name][0]}" if name in STRATEGIES else ""
+
+
+def short_name(path: str) -> str:
+    """Return the name of a strategy of ours that is given by name or class_path; others as they are."""
+    names = {class_name: name for name, (class_name, _) in STRATEGIES.items()}
+    return names.get(path.rpartition(".")[2], path)
 
 
 def _choose_environment() -> Any:
@@ -47,8 +66,14 @@ def _make(class_name: str, **arguments: Any) -> Any:
     return getattr(import_module("lightning_distrec"), class_name)(**arguments)
 
 
+@cache
 def register() -> None:
     """Do it; once for a process."""
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    from lightning_distrec._compat.lightning import override_environment_choice
+    from lightning_distrec._compat.lightning_checkpoints import read_folders_too
+
     # A Trainer chooses its cluster environment before it makes the strategy that could ask for another.
     override_environment_choice(_is_ours, _choose_environment)
     # load_from_checkpoint reads a folder without any Trainer or strategy.
@@ -56,6 +81,3 @@ def register() -> None:
     for name, (class_name, description) in STRATEGIES.items():
         if name not in StrategyRegistry:
             StrategyRegistry.register(name, partial(_make, class_name), description=description)
-
-
-register()

@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
-from lightning_distrec.batches.batch_leaves import ids_by_feature
-from lightning_distrec.batches.rank_reports import RankReports
+from lightning_distrec.batches import RankReports, ids_by_feature
 from lightning_distrec.callbacks.steps import log
 from lightning_distrec.callbacks.throughput import SampleCounter
 from lightning_distrec.errors import ConfigError

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_distrec._compat.lightning import show_in_progress_bar
-from lightning_distrec.batches.batch_leaves import is_keyed, named_leaves
+from lightning_distrec.batches import is_keyed, named_leaves
 from lightning_distrec.callbacks.steps import Clocked, LogTimes, Step, log, seconds_by_span
 from lightning_distrec.errors import ConfigError, did_you_mean
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.option_values import plain_fields
+from lightning_distrec.units import parse_bandwidth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,10 @@ class CheckpointOptions:
     async_save: bool = False
     """Train on while a copy of the tables on the host is written; at most one checkpoint at a time."""
 
+    async_bytes_per_second: str | float | None = None
+    """Limit what each rank writes while training goes on, e.g. "200MB/s", for disks that others share. Nothing limits
+    it where the run waits for the checkpoint. None: no limit."""
+
     pickles: bool = False
     """Save hyperparameters and what hooks put into checkpoints as they are, as Lightning does, though loading then runs
     the code of their types, and load such checkpoints. Only for checkpoints that you trust."""
@@ -73,8 +78,19 @@ class CheckpointOptions:
                 ) from None
         if self.incremental is not None and self.distributed is False:
             raise ConfigError("checkpoint: incremental writes folders. Leave distributed=False out.")
+        if (limit := self.async_bytes_per_second) is not None:
+            setting = f"checkpoint: async_bytes_per_second={limit!r}"
+            parse_bandwidth(limit, setting)
+            if not self.async_save:
+                raise ConfigError(f"{setting} limits what is written while training goes on. Set async_save=True too.")
         if not isinstance(self.rename, dict):
             raise ConfigError(f"checkpoint: rename={self.rename!r} must map names of the checkpoint to the module's.")
+
+    @property
+    def writing_limit(self) -> float | None:
+        """What each rank writes while training goes on, in bytes per second; None: all it can."""
+        limit = self.async_bytes_per_second
+        return None if limit is None else parse_bandwidth(limit, "async_bytes_per_second")
 
     def renamed(self, name: str) -> str:
         """Return the name in the module of what is called `name` in the checkpoint."""

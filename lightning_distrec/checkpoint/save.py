@@ -1,6 +1,8 @@
 """The checkpoints that threads of this process are writing, by their paths."""
 
 import contextlib
+import os
+import sys
 import threading
 import time
 import zlib
@@ -10,7 +12,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, Protocol, TypeVar
 
-from lightning_distrec.atomic_files import write_file
+from lightning_distrec.atomic_files import UNLIMITED, Pace, write_file
 from lightning_distrec.checkpoint.atomic_folder import CHECKSUMS, UnfinishedFolder, clean_up, is_checkpoint, remove
 from lightning_distrec.checkpoint.host_copies import copy_to_host
 from lightning_distrec.checkpoint.plain_state import extract_tensors, large_tensors, to_bytes
@@ -33,6 +35,9 @@ def wait_for_checkpoint(path: Path) -> bool:
 
 
 T = TypeVar("T")
+
+WRITER_NICENESS, MAX_NICENESS = 10, 19
+"""By how much a thread that writes yields to a step: a tenth of a core that both need (sched(7)), so that it ends."""
 
 STATE_FILE = "state.pt"
 PLAN_FILE = "plan.json"
@@ -62,7 +67,7 @@ class Snapshot(Protocol):
     def on_host(self) -> "Snapshot":
         """Return a copy whose tensors share no memory with the module and its optimizers."""
 
-    def write(self, ranks: RanksOfThread) -> None:
+    def write(self, ranks: RanksOfThread, pace: Pace = UNLIMITED) -> None:
         """Collective. Write it; until it is complete, or if a rank fails and all raise, what was there stays."""
 
 
@@ -96,7 +101,7 @@ class FolderSnapshot:
         """Return a copy whose tensors share no memory with the module and its optimizers."""
         return replace(self, tensors=copy_to_host(self.tensors))
 
-    def write(self, ranks: RanksOfThread) -> None:
+    def write(self, ranks: RanksOfThread, pace: Pace = UNLIMITED) -> None:
         """Collective. Write the folder."""
 
         def write_other_files() -> dict[str, int]:
@@ -116,7 +121,7 @@ class FolderSnapshot:
             # Rank 0 draws the name, and the others must see the folder: it may be on a disk of rank 0 alone.
             folder = self.path.parent / ranks.all_gather(name)[0]
             on_all_ranks(ranks, self.path, lambda: _must_see(folder))
-            read_checksums = write_tensors(folder, self.tensors, ranks.group, self.path)
+            read_checksums = write_tensors(folder, self.tensors, ranks.group, self.path, pace)
             per_rank_crc32 = ranks.all_gather(on_all_ranks(ranks, self.path, write_other_files))
             on_all_ranks(ranks, self.path, complete)
 
@@ -190,9 +195,10 @@ def on_all_ranks(ranks: RanksOfThread, path: Path, action: Callable[[], T]) -> T
 class Saver:
     """Saves one checkpoint after the other; in a thread if `is_async`, at most one at a time."""
 
-    def __init__(self, ranks: RanksOfThread, is_async: bool) -> None:
+    def __init__(self, ranks: RanksOfThread, is_async: bool, bytes_per_second: float | None = None) -> None:
         self._ranks = ranks
         self._is_async = is_async
+        self._pace = Pace(bytes_per_second if is_async else None)
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self.in_flight: Path | None = None
@@ -204,12 +210,13 @@ class Saver:
         # One at a time: two writes would meet in one process group, and need two copies on the host.
         self.finish()
         if not self._is_async:
-            snapshot.write(self._ranks)
+            snapshot.write(self._ranks, self._pace)
             release_free_memory()
             return
         # The copy is made here, before the next step changes the tables; only writing it is left to the thread.
         on_host = [snapshot.on_host()]
         self.in_flight = snapshot.path
+        self._pace.begin()
         # A daemon: a run that gives up on a hanging file system can still exit.
         self._thread = threading.Thread(target=self._write, args=(on_host,), name="checkpoint", daemon=True)
         # Loggers look for checkpoints by path from the main thread: see wait_for_checkpoint.
@@ -217,9 +224,13 @@ class Saver:
         self._thread.start()
 
     def _write(self, on_host: list[Snapshot]) -> None:
+        if sys.platform == "linux":  # there alone a thread has a priority of its own
+            # Cores that steps need are theirs; where one is free, the checkpoint is written as fast as ever.
+            niceness = min(MAX_NICENESS, os.getpriority(os.PRIO_PROCESS, 0) + WRITER_NICENESS)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
         try:
             # Taken out, so that nothing holds the copy once it is written.
-            on_host.pop().write(self._ranks)
+            on_host.pop().write(self._ranks, self._pace)
         # A thread's exception would be printed and lost: `finish` raises it, on all ranks at the same step.
         except BaseException as failure:
             self._failure = failure
@@ -243,6 +254,7 @@ class Saver:
         if self._thread is None:
             return
         began = time.monotonic()
+        self._pace.lift()
         self._thread.join(timeout_seconds)
         # A thread cannot be stopped from outside: it may be in a collective or a system call.
         if self._thread.is_alive():

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_distrec.atomic_files import UNLIMITED, Pace
 from lightning_distrec.checkpoint.atomic_folder import FORMAT, check_format
 from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
 from lightning_distrec.checkpoint.host_copies import copy_to_host, free_host_bytes, gather_full, num_bytes
@@ -108,7 +109,7 @@ class FileSnapshot:
         content[EXTRA] = {**self.extra, "optimizers": optimizers, "rank_states": states}
         return content
 
-    def write(self, ranks: RanksOfThread) -> None:
+    def write(self, ranks: RanksOfThread, pace: Pace = UNLIMITED) -> None:
         """Collective. Write the file."""
         if (save := self.save) is not None:
             # Collective, so before the branch by rank.
@@ -118,7 +119,7 @@ class FileSnapshot:
 
         def complete() -> None:
             if unfinished is not None:
-                _save(content, unfinished.path / self.path.name)
+                _save(content, unfinished.path / self.path.name, pace)
                 unfinished.complete_as_file(self.path.name)
 
         with unfinished_on_rank_0(ranks, self.path) as unfinished:
@@ -126,12 +127,12 @@ class FileSnapshot:
             on_all_ranks(ranks, self.path, complete)
 
 
-def _save(content: dict[str, Any], path: Path) -> None:
+def _save(content: dict[str, Any], path: Path, pace: Pace) -> None:
     """Write a file of torch. Raises OSError: it cannot be written."""
     try:
         # Through Python's file, because torch's own says nothing of a full disk. When closing its archive, torch still
         # raises a RuntimeError on top of what the file raised.
-        with open(path, "wb") as file:
+        with pace.open(path) as file:
             torch.save(content, file)
     except RuntimeError as error:
         if isinstance(error.__context__, OSError):

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint import (
     SavePlan,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
@@ -39,6 +40,7 @@ from lightning_distrec._compat.torch_distributed import (
     is_torch_constant,
     metadata_classes,
 )
+from lightning_distrec.atomic_files import UNLIMITED, Pace
 from lightning_distrec.checkpoint.checksums import archives_crc32, read_archive
 from lightning_distrec.chunks import Box, Chunk, ChunkedTensor, narrowed, overlap, row_ranges
 from lightning_distrec.errors import CheckpointError
@@ -123,7 +125,7 @@ DATA = "/data/0"
 
 
 def write_tensors(
-    folder: Path, tensors: Mapping[str, ChunkedTensor], group: Any, final: Path
+    folder: Path, tensors: Mapping[str, ChunkedTensor], group: Any, final: Path, pace: Pace = UNLIMITED
 ) -> Callable[[], dict[str, int]]:
     """Collective over `group`, or alone where it is None. Write the tensors' chunks into `folder`, and fsync them.
 
@@ -132,6 +134,7 @@ def write_tensors(
     """
     # Without copying ahead, torch resolves one block at a time: the planner has one buffer for all of them.
     writer = _Writer(folder, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0)
+    writer.fs = _PacedFiles(pace)
     try:
         planner = WritePlanner(tensors)
         with _without_single_process_warning():
@@ -143,6 +146,19 @@ def write_tensors(
         ) from None
     places = writer.places
     return lambda: {name: archives_crc32(folder / name, places[name]) for name in places}
+
+
+class _PacedFiles(FileSystem):
+    """Files that are written at a pace."""
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+
+    @override
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with self._pace.open(Path(path)) if mode == "wb" else open(path, mode) as file:
+            yield file
 
 
 class _Writer(FileSystemWriter):

@@ -19,7 +19,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 import lightning_distrec
-from lightning_distrec import registration  # noqa: F401  Trainers find strategies by name
 from lightning_distrec._compat.lightning_cli import PlainCheckpointCLI
 from lightning_distrec.callbacks.prediction_writer import PredictionWriter
 from lightning_distrec.checkpoint.contents import read_contents
@@ -34,7 +33,9 @@ from lightning_distrec.errors import (
     did_you_mean,
     missing_package,
 )
-from lightning_distrec.strategy_names import STRATEGIES, short_name
+from lightning_distrec.registration import STRATEGIES, register, short_name
+
+register()  # Trainers find strategies by name
 
 LOGGER_PACKAGES = {
     "TensorBoardLogger": ("tensorboard", "tensorboardX"),

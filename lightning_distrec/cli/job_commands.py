@@ -21,7 +21,7 @@ from lightning_distrec.bench.results import (
 from lightning_distrec.cli.command_line import EXIT_NEGATIVE, EXIT_OK, check_options, console, exit_on_sigterm
 from lightning_distrec.cluster.batch_script import BatchJob, batch_script
 from lightning_distrec.errors import ConfigError, did_you_mean
-from lightning_distrec.strategy_names import STRATEGIES
+from lightning_distrec.registration import STRATEGIES
 
 if TYPE_CHECKING:
     from lightning_distrec.cluster.launched import Launched

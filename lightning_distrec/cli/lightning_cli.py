@@ -12,10 +12,12 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
-from lightning_distrec import registration  # noqa: F401  YAMLs name our strategies
 from lightning_distrec.cli.parser_errors import one_sentence
 from lightning_distrec.errors import ConfigError, MissingPackageError
+from lightning_distrec.registration import register
 from lightning_distrec.versions import find_installed, problem_with
+
+register()  # YAMLs name our strategies
 
 
 class OneBlockParser(LightningArgumentParser):

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from lightning_distrec.cli.command_line import LIGHTNING_COMMANDS
 from lightning_distrec.errors import ConfigError, did_you_mean
-from lightning_distrec.strategy_names import class_path
+from lightning_distrec.registration import class_path
 
 SHARED = ("config", "help", "print_config", "seed_everything", "model", "data", "trainer", "optimizer", "lr_scheduler")
 ARGUMENTS = {

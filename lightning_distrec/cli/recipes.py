@@ -12,7 +12,7 @@ import yaml
 
 from lightning_distrec.cli.command_line import EXIT_OK, console
 from lightning_distrec.errors import ConfigError, did_you_mean
-from lightning_distrec.strategy_names import short_name
+from lightning_distrec.registration import short_name
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace

@@ -18,7 +18,6 @@ from typing import Any
 from lightning_distrec import spans
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.option_values import plain_fields
-from lightning_distrec.own_operations import OWN
 from lightning_distrec.prefetch.control_message import (
     DIFFERING_CALL,
     NO_FAILURE,
@@ -31,6 +30,7 @@ from lightning_distrec.prefetch.control_message import (
 from lightning_distrec.prefetch.in_flight_batch import InFlightBatch
 from lightning_distrec.prefetch.step_calls import Learner, LookupCounts
 from lightning_distrec.ranks import Ranks
+from lightning_distrec.recorded_step import OWN
 
 FAILURE_NOTICE_SECONDS = 5.0
 """How long a rank whose step failed waits for the others to read its message."""

@@ -16,9 +16,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_distrec._compat.tensors import argument_names, storage_key, watch_operations, written_by
 from lightning_distrec._compat.torch import version_of
-from lightning_distrec.own_operations import OWN
 from lightning_distrec.prefetch.batch_objects import BatchObjects
 from lightning_distrec.prefetch.sources import BatchRoots, Path, PathSource, object_at, path_text
+from lightning_distrec.recorded_step import OWN
 
 aten = torch.ops.aten
 UNINITIALIZED = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default}

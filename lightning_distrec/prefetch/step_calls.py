@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_distrec.own_operations import OWN
 from lightning_distrec.prefetch.batch_objects import BatchObjects, FeatureOrder
 from lightning_distrec.prefetch.computed_calls import ComputedCall, Trial, Variant, computed_in, replaying
 from lightning_distrec.prefetch.recorder import Guards, Number, Recorder, TracedSource
@@ -22,6 +21,7 @@ from lightning_distrec.prefetch.sources import (
     paths_of,
 )
 from lightning_distrec.ranks import Ranks
+from lightning_distrec.recorded_step import OWN
 
 if TYPE_CHECKING:
     from lightning_distrec.prefetch.in_flight_batch import InFlightBatch

@@ -18,12 +18,12 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from lightning_distrec._compat.torch import share_hooks
+from lightning_distrec.chunks import refuse_module, refuse_pickling
 from lightning_distrec.errors import IdsError, ShardedWeightError, ShardingError
 from lightning_distrec.sharding.calls import FEATURE, bags_call, rows_call
 from lightning_distrec.sharding.mapping.state import HoldsMappings
 from lightning_distrec.sharding.weights.shard_access import refusal
 from lightning_distrec.sharding.weights.shard_weight import ShardWeight
-from lightning_distrec.unpicklable import refuse_module, refuse_pickling
 
 
 class _StateOfTable(ShardedTensor):

@@ -33,6 +33,7 @@ from lightning_distrec._compat.torchrec_collisions import (
     hash_zch_state,
     set_hash_zch_state,
 )
+from lightning_distrec.chunks import refuse_pickling
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.host_memory import release_pages
 from lightning_distrec.sharding.initial_weights import (
@@ -64,7 +65,6 @@ from lightning_distrec.sharding.tables import Table, managed_module
 from lightning_distrec.sharding.weights.collective_reads import Gathering
 from lightning_distrec.sharding.weights.shard_access import GuardedTable, rewriting, watch_caches
 from lightning_distrec.sharding.weights.shard_weight import guard
-from lightning_distrec.unpicklable import refuse_pickling
 
 FusedArguments = Mapping[str, tuple[dict[str, Any], str]]
 """Full name of a table -> FBGEMM's arguments for its in-backward optimizer, and the label of its param group; tables

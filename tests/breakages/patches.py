@@ -948,7 +948,7 @@ BREAKAGES = (
     ),
     Breakage(
         "subclasses-of-pytorch-lightning",
-        "lightning_distrec/namespaces.py",
+        "lightning_distrec/strategies/run/launched_ranks.py",
         r"for kind in type\(instance\)\.__mro__",
         "for kind in (type(instance),)",
         "A user's module of the other namespace is refused as if it were no LightningModule.",

@@ -15,8 +15,7 @@ MAX_LINES = 400
 
 ROOMS = {"cluster", "sharding", "optimizers", "prefetch", "checkpoint"}
 GROUND = {"errors", "versions", "ranks", "spans", "chunks", "host_memory", "gpu", "units", "atomic_files", "_compat"}
-GROUND |= {"batches", "late_weights", "namespaces", "option_values", "own_operations", "pytorch_lightning"}
-GROUND |= {"unpicklable"}
+GROUND |= {"batches", "option_values", "pytorch_lightning", "recorded_step"}
 SHARDING = {
     "sharding",
     "sharding/mapping",
@@ -42,19 +41,15 @@ MAY_IMPORT = {
     "versions": {"errors"},
     "spans": {"_compat"},
     "ranks": set(),
-    "chunks": set(),
+    "chunks": {"errors"},
     "host_memory": set(),
     "gpu": {"errors"},
     "units": {"errors"},
-    "unpicklable": {"errors"},
-    "namespaces": {"errors"},
     "pytorch_lightning": {"errors"},
     "option_values": {"errors"},
     "atomic_files": set(),
-    "own_operations": set(),
-    "late_weights": set(),
-    "strategy_names": set(),
-    "registration": {"_compat", "strategy_names"},
+    "recorded_step": set(),
+    "registration": {"_compat"},
     "_compat": {"errors", "versions"},
     "batches": {"_compat"},
     "optimizers": GROUND,
@@ -95,7 +90,7 @@ MAY_IMPORT = {
     "cli": BELOW_STRATEGIES
     | STRATEGIES
     | {"callbacks", "advice", "bench", "serving", "data", "__init__"}
-    | {"registration", "strategy_names"},
+    | {"registration"},
     "__main__": {"cli"},
     "__init__": BELOW_STRATEGIES | STRATEGIES | {"callbacks"},
 }

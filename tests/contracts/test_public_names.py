@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import lightning_distrec
-from lightning_distrec.strategy_names import STRATEGIES
+from lightning_distrec.registration import STRATEGIES
 from tests.support.environments import environment
 from tests.support.parameters import slow_except
 
@@ -38,7 +38,7 @@ def test_importing_the_package_registers_its_strategies_and_imports_neither_torc
         "import lightning_distrec, sys\n"
         "print({'torchrec', 'fbgemm_gpu'} & set(sys.modules))\n"
         "from lightning.pytorch.strategies import StrategyRegistry\n"
-        "print(sorted(set(StrategyRegistry.available_strategies()) & set(lightning_distrec.strategy_names.STRATEGIES)))"
+        "print(sorted(set(StrategyRegistry.available_strategies()) & set(lightning_distrec.registration.STRATEGIES)))"
     )
     loaded, registered = run_python(code).splitlines()
     assert loaded == "set()"

@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from lightning_distrec.errors import IdsError, ShardingError
-from lightning_distrec.late_weights import LateWeights
+from lightning_distrec.recorded_step import LateWeights
 from lightning_distrec.sharding.calls import check_batch
 from lightning_distrec.sharding.lookup.jagged import contiguous, in_order, with_ids, with_weights
 from lightning_distrec.sharding.lookup.lookup_setup import LookupSetup

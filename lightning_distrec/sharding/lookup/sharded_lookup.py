@@ -19,7 +19,7 @@ from lightning_distrec._compat.fbgemm import KernelCall, fbgemm_kernels, preserv
 from lightning_distrec._compat.torch import reached_leaves, saved_tensors_are_hooked
 from lightning_distrec._compat.torchrec import disable_mean_pooling_divisor, prepare_unequal_batches
 from lightning_distrec.errors import IdsError, ShardingError
-from lightning_distrec.own_operations import OWN
+from lightning_distrec.recorded_step import OWN
 from lightning_distrec.sharding.lookup.ids_exchange import IdsExchange
 from lightning_distrec.sharding.lookup.jagged import DistinctIds, Padding, SharedBags
 from lightning_distrec.sharding.lookup.lazy_outputs import (

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from lightning_distrec.batches.batch_leaves import named_leaves
+from lightning_distrec.batches import named_leaves
 from lightning_distrec.sharding.planning.constraints import TableConstraints
 from lightning_distrec.sharding.tables import Table
 

@@ -59,7 +59,7 @@ class Checkpointing:
         """writer_ranks: a consensus of its own for the thread that writes while training goes on."""
         self.options = options
         self._ranks, self._writer_ranks = consensus, writer_ranks
-        self._saver = Saver(writer_ranks, options.async_save)
+        self._saver = Saver(writer_ranks, options.async_save, options.writing_limit)
         self._module = module
         self._tables: SavedTables | None = None
         self._job: JobFit | None = None

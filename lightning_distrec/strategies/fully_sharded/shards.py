@@ -27,10 +27,10 @@ from lightning_distrec._compat.torch_distributed import (
     without_fully_shard,
 )
 from lightning_distrec.checkpoint.lazy_tensors import materialized_as
+from lightning_distrec.chunks import refuse_module, refuse_pickling
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.optimizers.gradient_hooks import note_replaced
 from lightning_distrec.optimizers.step_hooks import refuse_inexact_optimizers
-from lightning_distrec.unpicklable import refuse_module, refuse_pickling
 
 
 def fsdp_modules(module: nn.Module) -> list[FSDPModule]:

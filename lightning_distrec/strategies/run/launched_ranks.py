@@ -4,7 +4,7 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -36,7 +36,6 @@ from lightning_distrec.cluster.job_key import KEY_VARIABLE
 from lightning_distrec.cluster.rendezvous import MeetingPoint, meet
 from lightning_distrec.errors import CheckpointError, ConfigError, RankError
 from lightning_distrec.gpu import device_id, refuse_shared_devices
-from lightning_distrec.namespaces import refuse_other_namespace
 from lightning_distrec.strategies.run.process_runs import PROCESS, Waits
 from lightning_distrec.units import quantity
 
@@ -44,9 +43,31 @@ WAY_OUT = (
     "Restart the notebook's kernel; or write the code into a file (%%writefile train.py) and start it with !python "
     "train.py or !torchrun."
 )
+CHANGE = (
+    "lightning_distrec works with lightning.pytorch: write `import lightning.pytorch as pl` for "
+    "`import pytorch_lightning as pl`, and `from lightning.pytorch...` for `from pytorch_lightning...`, in all files. "
+    "For an installed package that imports it, write `import lightning_distrec.pytorch_lightning` before its import."
+)
 LAUNCHER_PID = "LIGHTNING_DISTREC_LAUNCHER_PID"
 """Set by the process that starts ranks, for them: rank 0 of a script, or a notebook."""
 RANK_VARIABLES = ("MASTER_PORT", KEY_VARIABLE, LAUNCHER_PID, THREADS_VARIABLE)
+
+
+def refuse_other_namespace(instance: object) -> None:
+    """Raises ConfigError: the class of a module, data module or callback is, or inherits from, pytorch_lightning's."""
+    if any(kind.__module__.split(".")[0] == "pytorch_lightning" for kind in type(instance).__mro__):
+        raise ConfigError(
+            f"{type(instance).__name__} inherits from a class of pytorch_lightning; the Trainer is one of "
+            f"lightning.pytorch, for which that is another class. {CHANGE}"
+        )
+
+
+def refuse_other_callbacks(callbacks: Iterable[Any]) -> None:
+    """Raises ConfigError: a callback is one of pytorch_lightning's."""
+    # Lightning calls its hooks, but treats it as none of its own: a ModelCheckpoint is neither called last nor found
+    # by `trainer.checkpoint_callbacks`, and an average of weights would not be one of shards.
+    for callback in callbacks:
+        refuse_other_namespace(callback)
 
 
 def has_no_script(environment: Any, num_ranks: int, num_nodes: int) -> bool:

@@ -5,8 +5,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_distrec._compat.patches import Patches
-from lightning_distrec.batches.batch_leaves import fingerprint
-from lightning_distrec.batches.rank_reports import RankReports
+from lightning_distrec.batches import RankReports, fingerprint
 from lightning_distrec.units import format_ranks
 
 NUM_BATCHES = 2

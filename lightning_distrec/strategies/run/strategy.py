@@ -27,7 +27,6 @@ from lightning_distrec.cluster.host_resources import THREADS_VARIABLE
 from lightning_distrec.cluster.launched import Launched
 from lightning_distrec.cluster.rendezvous import name_in_store
 from lightning_distrec.errors import ConfigError, DistRecError, ShardingError
-from lightning_distrec.namespaces import refuse_other_callbacks
 from lightning_distrec.option_values import as_options, check_choice, parse_timeout
 from lightning_distrec.prefetch.even_batches import UnevenInputs, even
 from lightning_distrec.strategies.checkpoints.checkpoint_io import refuse_checkpoint_io
@@ -41,6 +40,7 @@ from lightning_distrec.strategies.run.launched_ranks import (
     fork_launcher,
     forks_ranks,
     has_no_script,
+    refuse_other_callbacks,
     wrap_launch,
 )
 from lightning_distrec.strategies.run.process_runs import PROCESS, Waits
@@ -61,7 +61,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
     Args:
         uneven_inputs: what to do where ranks have unequal numbers of batches: "stop" after the last that all ranks
             have, or raise an "error".
-        checkpoint: distributed, async_save, pickles, start_from, rename, grow_tables: see CheckpointOptions.
+        checkpoint: distributed, async_save, pickles, start_from, ...: see CheckpointOptions.
         stopping: auto_requeue, requeue_signal, on_sigterm, resume, run_name: see StopOptions.
         process_group_backend: "gloo" or "nccl"; None: the device's default.
         float32_matmul_precision: "high" computes float32 products of dense layers in TF32, "medium" in bfloat16, where

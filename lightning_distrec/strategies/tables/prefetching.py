@@ -22,8 +22,6 @@ from lightning_distrec._compat.lightning import call_transfer_hook, replace_fetc
 from lightning_distrec._compat.torch import versions_of
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ShardingError
-from lightning_distrec.late_weights import LateWeights
-from lightning_distrec.own_operations import OWN
 from lightning_distrec.prefetch.batch_objects import BatchObjects
 from lightning_distrec.prefetch.even_batches import EndPolicy
 from lightning_distrec.prefetch.fetcher import PrefetchFetcher, ReadyBatch
@@ -33,6 +31,7 @@ from lightning_distrec.prefetch.recorder import Recorder
 from lightning_distrec.prefetch.sources import BatchRoots, has_same_leaves
 from lightning_distrec.prefetch.step_calls import Learner
 from lightning_distrec.prefetch.streams import Streams, move_jagged, pin
+from lightning_distrec.recorded_step import OWN, LateWeights
 from lightning_distrec.sharding.lookup.ids_exchange import start_exchange
 from lightning_distrec.sharding.lookup.request import LookupRequest
 from lightning_distrec.sharding.lookup.sharded_lookup import LookedUp, ShardedLookup

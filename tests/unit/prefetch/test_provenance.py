@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_distrec.late_weights import LateWeights
 from lightning_distrec.prefetch.batch_objects import BatchObjects, tensors_in
 from lightning_distrec.prefetch.sources import (
     BatchRoots,
@@ -27,6 +26,7 @@ from lightning_distrec.prefetch.sources import (
     versions,
 )
 from lightning_distrec.prefetch.step_calls import RecordedCall, StepCalls
+from lightning_distrec.recorded_step import LateWeights
 
 Pair = namedtuple("Pair", "left right")
 Expression = Callable[[Any], Any]

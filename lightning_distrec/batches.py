@@ -1,15 +1,22 @@
-"""What is in a batch: its tensors by name, at any depth of containers, and a fingerprint of them."""
+"""What is in a batch, whatever containers it is made of, and what each rank reports of its batches."""
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from itertools import count
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from lightning_distrec._compat.torch import default_store
 
 SAMPLED_ELEMENTS = 4096
 """Of each tensor, for its fingerprint."""
+_numbers = count()
+"""Ranks make their reports in one order, so that these are alike on all."""
 
 
 def named_leaves(value: Any, name: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
@@ -65,3 +72,28 @@ def fingerprint(batch: Any) -> str:
                 digest.update(sample.view(torch.uint8).numpy().tobytes())
                 count += 1
     return digest.hexdigest() if count else ""
+
+
+class RankReports:
+    """One report of each rank, plain values, in the store, where a rank reads all without waiting for others."""
+
+    def __init__(self) -> None:
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self._rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
+        # A key is set without waiting for any rank, as a collective would.
+        self._store = default_store() if several else dist.HashStore()
+        number = next(_numbers)
+        self._keys = [f"lightning_distrec/reports/{number}/{rank}" for rank in range(num_ranks)]
+
+    def put(self, report: Any) -> None:
+        """Leave this rank's report."""
+        self._store.set(self._keys[self._rank], json.dumps(report))
+
+    def take(self) -> list[Any] | None:
+        """Return all reports in the order of the ranks, and remove them, on one rank; None until all are there."""
+        if not self._store.check(self._keys):
+            return None
+        reports = [json.loads(self._store.get(key)) for key in self._keys]
+        for key in self._keys:
+            self._store.delete_key(key)
+        return reports

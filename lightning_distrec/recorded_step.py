@@ -1,4 +1,4 @@
-"""Marks what lightning_distrec computes inside of the user's step, while the operations of that step are recorded.
+"""What the recorder of a step and the lookups in it share: which operations are ours, and weights that come later.
 
 A sharded table exchanges ids and rows where the step calls it. These operations are not the user's: a recorder leaves
 them out, and is given the rows that come of them.
@@ -6,6 +6,9 @@ them out, and is given the rows that come of them.
 
 from collections.abc import Callable
 from typing import Any
+
+import torch
+from torch import Tensor
 
 
 class OwnOperations:
@@ -23,3 +26,16 @@ class OwnOperations:
 
 
 OWN = OwnOperations()
+
+
+class LateWeights(Tensor):
+    """Zeros, for weights of ids that only the step computes, while their ids are sent ahead of it.
+
+    What is computed of them has this class too.
+    """
+
+    @staticmethod
+    def of(ids: Tensor) -> Tensor:
+        """Return those of `ids`, of any shape."""
+        with torch.inference_mode(False):  # writes to inference tensors are not counted
+            return torch.zeros(1, device=ids.device).expand(ids.shape).as_subclass(LateWeights)
