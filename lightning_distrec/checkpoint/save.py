@@ -1,8 +1,6 @@
 """The checkpoints that threads of this process are writing, by their paths."""
 
 import contextlib
-import os
-import sys
 import threading
 import time
 import zlib
@@ -35,9 +33,6 @@ def wait_for_checkpoint(path: Path) -> bool:
 
 
 T = TypeVar("T")
-
-WRITER_NICENESS, MAX_NICENESS = 10, 19
-"""By how much a thread that writes yields to a step: a tenth of a core that both need (sched(7)), so that it ends."""
 
 STATE_FILE = "state.pt"
 PLAN_FILE = "plan.json"
@@ -224,10 +219,6 @@ class Saver:
         self._thread.start()
 
     def _write(self, on_host: list[Snapshot]) -> None:
-        if sys.platform == "linux":  # there alone a thread has a priority of its own
-            # Cores that steps need are theirs; where one is free, the checkpoint is written as fast as ever.
-            niceness = min(MAX_NICENESS, os.getpriority(os.PRIO_PROCESS, 0) + WRITER_NICENESS)
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
         try:
             # Taken out, so that nothing holds the copy once it is written.
             on_host.pop().write(self._ranks, self._pace)
