@@ -103,19 +103,24 @@ def mch_state(module: Any) -> dict[str, Tensor]:
 
 def set_mch_state(module: Any, state: dict[str, Tensor], lookups: Tensor) -> None:
     """Set what `mch_state` returns, in any order. lookups: how many there were in training, (1,)."""
-    for name, value in state.items():
-        setattr(module, name, value)
-    module._mch_metadata = {name: getattr(module, f"_mch_{name}") for name in module._mch_metadata}
+    _set_sorted(module, state)
     module._current_iter_tensor = lookups
     module._sort_mch_buffers()
 
 
-def update_mch(module: Any, ids: Tensor, history: dict[str, Tensor], step: int) -> None:
+def _set_sorted(module: Any, state: dict[str, Tensor]) -> None:
+    for name, value in state.items():
+        setattr(module, name, value)
+    module._mch_metadata = {name: getattr(module, f"_mch_{name}") for name in module._mch_metadata}
+
+
+def update_mch(module: Any, state: dict[str, Tensor], ids: Tensor, history: dict[str, Tensor], step: int) -> None:
     """Let an MCHManagedCollisionModule choose which ids have rows, as it does once in an eviction interval.
 
-    ids: those that were looked up since the last time. history: what the policy has recorded of each, by name.
-    step: the number of this lookup.
+    state: what `mch_state` returns, sorted by id; it is changed, and sorted again. ids: those that were looked up since
+    the last time. history: what the policy has recorded of each, by name. step: the number of this lookup.
     """
+    _set_sorted(module, state)
     module._current_iter, module._history_accumulator, module._history_metadata = step, ids, history
     module._current_history_buffer_offset = len(ids)
     module._coalesce_history()

@@ -42,10 +42,12 @@ class MchMapping(RowsOfIds):
         self._module, self._interval, self._policy = module, settings["interval"], settings["policy"]
         self._draws, self._hash = settings["filters"], settings["hash_function"]
         self.ids = torch.full((self.num_rows, 1), ANY_ID, device=device)
-        names = [name for name in mch_state(module) if name not in (MCH_IDS, MCH_ROWS)]
-        self._metadata = {name: torch.zeros(self.num_rows, dtype=torch.int64, device=device) for name in names}
-        """What the policy keeps for each row, by its name in the state_dict."""
         size = spec.bucket_rows
+        self._state = {name: self.ids.new_zeros(num_buckets, size) for name in mch_state(module)}
+        """(num_buckets, bucket_rows): ids, rows and what the policy keeps of them, as torchrec has them, sorted by id.
+
+        Not by row, since torchrec's code would sort them again, before an update and after.
+        """
         # One for all buckets, which lends its code: its constructor copies numbers to the device, each a wait.
         self._bucket = module.rebuild_with_output_id_range((0, size), [0, size], device)
         self._free(self._bucket)
@@ -55,7 +57,7 @@ class MchMapping(RowsOfIds):
         """Of an update: the ids of the history by buckets, their places there, and where each bucket ends."""
         # Due: an eviction interval has ended. Wait: rows were looked up, and no optimizer has stepped since.
         self._is_due, self._rows_wait = False, False
-        self._index()
+        self._set_rows({})
 
     @property
     def changes_ids(self) -> bool:
@@ -117,7 +119,11 @@ class MchMapping(RowsOfIds):
 
     def state(self) -> dict[str, ChunkedTensor | Tensor]:
         """Return what is saved of this rank's part, under torchrec's names; it sorts by id what is here by row."""
-        rows_state = {MCH_IDS: self.ids.view(-1), MCH_ROWS: self._rows()} | self._metadata
+        rows = self._state[MCH_ROWS]
+        by_row = {
+            name: values.new_empty(values.shape).scatter_(1, rows, values) for name, values in self._state.items()
+        }
+        rows_state = {name: values.view(-1) for name, values in by_row.items()} | {MCH_ROWS: self._rows()}
         ends = torch.arange(self.spec.num_buckets + 1) * self.spec.bucket_rows
         segments = torch.cat([ends, torch.full((_SEGMENTS - len(ends),), -1)])
         return {
@@ -130,16 +136,14 @@ class MchMapping(RowsOfIds):
         """Load this rank's part of a state, of full tensors or such in a file; return what is wrong, or ""."""
         if tuple(state[MCH_IDS].shape) != (self.spec.num_rows,):
             return f"the table maps ids to {self.spec.num_rows} rows, but there are {tuple(state[MCH_IDS].shape)}."
-        local = {name: self._local_part(state[name], state[MCH_ROWS]) for name in (MCH_IDS, MCH_ROWS, *self._metadata)}
+        local = {name: self._local_part(state[name], state[MCH_ROWS]) for name in self._state}
         # An unsharded module sorts its ids over all rows; only a sharded one keeps each id at its row.
         if not torch.equal(local.pop(MCH_ROWS), self._rows()):
             return "its ids are in their own order. Load it into an unsharded module, and start from that."
         self.ids.view(-1).copy_(local.pop(MCH_IDS))
-        for name, value in local.items():
-            self._metadata[name].copy_(value)
+        self._set_rows(local)
         num_lookups = state[MCH_LOOKUPS]
         self.num_lookups = int(num_lookups if isinstance(num_lookups, Tensor) else num_lookups.read())
-        self._index()
         ids, buckets = self.ids.view(-1), (self._rows() - self.first_row) // self.spec.bucket_rows
         if not torch.equal(torch.where(ids == ANY_ID, buckets, self._bucket_of(ids)), buckets):
             return (
@@ -184,13 +188,44 @@ class MchMapping(RowsOfIds):
         value.read_into([Chunk((self.first_row,), part)])
         return part.to(self.ids.device)
 
+    def _set_rows(self, metadata: Mapping[str, Tensor]) -> None:
+        """Set what the policy keeps of each row, (num_rows,) by name, and sort it and the ids; free rows come last."""
+        ids, rows = self.ids.view_as(self._state[MCH_IDS]).sort(dim=1, stable=True)
+        for name, values in self._state.items():
+            new = {MCH_IDS: ids, MCH_ROWS: rows}.get(name)
+            if new is None and name in metadata:
+                new = metadata[name].view_as(values).gather(1, rows)
+            values.copy_(0 if new is None else new)
+        self._index()
+
     def _index(self) -> None:
-        """Sort the rows by id, for lookups; those that no id has are the last."""
-        self._sorted_ids, self._rows_of_sorted = torch.sort(self.ids.view(-1))
+        """Make what lookups search in: it ascends over all buckets, as ids do within each."""
+        ids, rows = self._state[MCH_IDS], self._state[MCH_ROWS]
+        self._sorted_ids = self._search_keys = ids.view(-1)
+        if len(ids) > 1:
+            buckets = torch.arange(len(ids), device=ids.device).unsqueeze(1)
+            # Rows without an id come last in their bucket, as behind the largest id that it may have.
+            last = self._keys(ids, buckets, are_last=True)
+            self._search_keys = torch.where(ids == ANY_ID, last, self._keys(ids, buckets)).view(-1)
+            rows = rows + buckets * self.spec.bucket_rows
+        self._rows_of_sorted = rows.view(-1)
+
+    def _keys(self, ids: Tensor, buckets: Tensor, are_last: bool = False) -> Tensor:
+        """Return numbers that ascend by the bucket, counted from this rank's first one, and within it by the id."""
+        spec = self.spec
+        if spec.num_ids:
+            span = -(-spec.num_ids // spec.num_buckets)
+            place = ids % span
+        else:
+            span = ANY_ID // spec.num_buckets + 1
+            place = ids // spec.num_buckets
+        # From below 0 on: the sum of all spans may be above what 64 bits can count from 0.
+        return (buckets - len(self._state[MCH_IDS]) // 2) * span + (span - 1 if are_last else place)
 
     def _own_rows(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows of ids, and which have one of their own; (num_ids,) each."""
-        places = torch.searchsorted(self._sorted_ids, ids).clamp_(max=self.num_rows - 1)
+        keys = ids if len(self._state[MCH_IDS]) == 1 else self._keys(ids, self._bucket_of(ids))
+        places = torch.searchsorted(self._search_keys, keys).clamp_(max=self.num_rows - 1)
         return self._rows_of_sorted[places], self._sorted_ids[places] == ids
 
     def _update(self, ends: Sequence[int]) -> Tensor:
@@ -204,7 +239,6 @@ class MchMapping(RowsOfIds):
             self._policy.record_history_metadata(number, lookup_ids, {k: v[part] for k, v in recorded.items()})
             first = part.stop
         self._history = self._history[:0]
-        had_id = self.ids.view(-1) != ANY_ID
         ids, recorded = ids[order], {name: values[order] for name, values in recorded.items()}
         changed = [ids[:0]]
         for bucket, part in enumerate(map(slice, [0, *ends], ends)):
@@ -212,26 +246,24 @@ class MchMapping(RowsOfIds):
                 recorded_part = {name: values[part] for name, values in recorded.items()}
                 changed.append(self._update_bucket(bucket, ids[part], recorded_part))
         self._free(self._bucket)
-        self._index()
         rows = torch.cat(changed)
-        return torch.where(had_id[rows], rows, -1)
+        evicted = torch.where(self.ids.view(-1)[rows] != ANY_ID, rows, -1)
+        self.ids.view_as(self._state[MCH_IDS]).scatter_(1, self._state[MCH_ROWS], self._state[MCH_IDS])
+        self._index()
+        return evicted
 
     def _update_bucket(self, number: int, ids: Tensor, recorded: dict[str, Tensor]) -> Tensor:
         """Let the module choose the ids of one bucket; return the rows that have another id now."""
-        module, first_row, size = self._bucket, number * self.spec.bucket_rows, self.spec.bucket_rows
-        tensors = {MCH_IDS: self.ids.view(-1), **self._metadata}
-        tensors = {name: value[first_row : first_row + size] for name, value in tensors.items()}
-        rows = torch.arange(size, device=ids.device)
-        state = {name: value.clone() for name, value in tensors.items()}
-        set_mch_state(module, {**state, MCH_ROWS: rows}, torch.tensor([self.num_lookups]))
+        module, first_row = self._bucket, number * self.spec.bucket_rows
+        state = {name: values[number] for name, values in self._state.items()}
         # A policy that draws does so alike on any number of ranks, and leaves the draws of the run alone.
         with torch.random.fork_rng([ids.device] if ids.is_cuda else [], enabled=self._draws):
             if self._draws:
                 torch.manual_seed(zlib.crc32(f"{self.num_lookups} {self.first_row + first_row}".encode()))
-            update_mch(module, ids, recorded, self.num_lookups)
-        learned = mch_state(module)
-        # torchrec has sorted its tensors by id; here they are by row.
-        for name, value in tensors.items():
-            value[learned[MCH_ROWS]] = learned[name]
+            update_mch(module, state, ids, recorded, self.num_lookups)
+        for name, learned in mch_state(module).items():
+            # torchrec's code writes to what it has; a user's policy may have put another tensor in its place.
+            if learned is not state[name]:
+                state[name].copy_(learned)
         changed: Tensor = module.evict()
         return changed + first_row
