@@ -41,10 +41,8 @@ class PartialPlan:
         self.option_numbers: list[int] = [-1] * len(options)
         """Number of the option of each table; -1 while the table is on no rank."""
         self.ranks: list[Ranks] = [np.empty(0, dtype=np.intp)] * len(options)
-        self.milliseconds = np.zeros(budget.num_ranks)
-        """(R,): of each rank's own shards, by which ranks for further ones are found."""
         self.compute = np.zeros(budget.num_ranks)
-        """(R,): of it, without exchanges."""
+        """(R,): milliseconds of each rank's shards, without exchanges."""
         self.exchange = np.zeros((3, self.num_links))
         """(3, links): of each exchange, over a rank's link on one node, over a node's on several."""
         self.device_left = budget.device_bytes.copy()
@@ -64,7 +62,7 @@ class PartialPlan:
         # `_count` changes arrays in place, hence the copies; those in `ranks` are only replaced.
         copied = copy(self)
         copied.option_numbers, copied.ranks = list(self.option_numbers), list(self.ranks)
-        for name in ("milliseconds", "compute", "exchange", "device_left", "host_left"):
+        for name in ("compute", "exchange", "device_left", "host_left"):
             setattr(copied, name, getattr(self, name).copy())
         return copied
 
@@ -72,6 +70,14 @@ class PartialPlan:
     def critical_path(self) -> float:
         """Milliseconds of a step: each exchange waits for the slowest."""
         return float(self.compute.max() + self.exchange.max(axis=1).sum())
+
+    @property
+    def milliseconds(self) -> NDArray[np.float64]:
+        """(R,): each rank's compute, and the exchanges of its link; by it, ranks for further shards are found."""
+        # On several nodes the ranks of a node share one link: a rank without shards there still waits for it.
+        on_links = self.exchange.sum(axis=0)
+        times: NDArray[np.float64] = (self.compute.reshape(self.num_links, -1) + on_links[:, None]).ravel()
+        return times
 
     def option_of(self, table: int) -> EstimatedOption:
         """Return the chosen option of a table that is on ranks."""
@@ -92,14 +98,12 @@ class PartialPlan:
     def _count(self, option: EstimatedOption, ranks: Ranks, sign: int) -> None:
         if option.sharding_type in EVERY_RANK_TYPES:
             # Shard i is on rank i, so that plain sums do, which are much faster than np.add.at.
-            self.milliseconds += sign * option.milliseconds
             self.compute += sign * option.compute
             self.exchange += sign * option.exchange.reshape(3, self.num_links, -1).sum(axis=2)
             self.device_left -= sign * option.device_bytes
             self.host_left -= sign * option.host_bytes
         else:
             # Several shards may be on one rank, of which an indexed `+=` would count only the last.
-            np.add.at(self.milliseconds, ranks, sign * option.milliseconds)
             self._count_parts(option, ranks, sign)
             np.subtract.at(self.device_left, ranks, sign * option.device_bytes)
             np.subtract.at(self.host_left, ranks, sign * option.host_bytes)
@@ -107,7 +111,7 @@ class PartialPlan:
     def _count_parts(self, option: EstimatedOption, ranks: Ranks, sign: int) -> None:
         np.add.at(self.compute, ranks, sign * option.compute)
         # On several nodes the ranks of a node share one link, on which their times add up.
-        links = ranks if self.num_links == self.budget.num_ranks else ranks // self.budget.ranks_on_node
+        links = self._links_of(ranks)
         for link_times, shard_times in zip(self.exchange, option.exchange, strict=True):
             np.add.at(link_times, links, sign * shard_times)
 
@@ -122,26 +126,31 @@ class PartialPlan:
             return self._on_one_node(option, prefer_memory)
         return self._anywhere(option, 0, self.budget.num_ranks, prefer_memory)
 
-    def tables_on_slowest(self) -> list[int]:
-        """Return the tables with a shard on the slowest rank, those that take most of its time first."""
-        slowest = int(self.milliseconds.argmax())
+    def critical_tables(self) -> list[int]:
+        """Return the tables that the critical path waits for, those that it gets shorter without the most first."""
+        rank, slowest_links = int(self.compute.argmax()), self.exchange.argmax(axis=1).tolist()
+        parts_of_links = {link: [p for p, other in enumerate(slowest_links) if other == link] for link in slowest_links}
         times: list[tuple[float, int]] = []
         for table, ranks in enumerate(self.ranks):
-            option = self.option_of(table)
-            if option.sharding_type in EVERY_RANK_TYPES:
-                times.append((float(option.milliseconds[slowest]), table))
-            elif (on_slowest := ranks == slowest).any():
-                times.append((float(option.milliseconds[on_slowest].sum()), table))
+            option, links, time = self.option_of(table), self._links_of(ranks), 0.0
+            if (places := (ranks == rank).nonzero()[0]).size:
+                time += float(option.compute[places].sum())
+            for link, parts in parts_of_links.items():
+                if (places := (links == link).nonzero()[0]).size:
+                    time += float(option.exchange[np.ix_(parts, places)].sum())
+            if time > 0:
+                times.append((time, table))
         # Equal times are ordered by the table's number: equal input must give equal plans.
         return [table for _, table in sorted(times, key=lambda pair: (-pair[0], pair[1]))]
 
     def recount(self) -> None:
         """Add up the ranks' times again, without the rounding errors of all moves."""
-        self.milliseconds, self.compute = np.zeros((2, self.budget.num_ranks))
-        self.exchange = np.zeros_like(self.exchange)
+        self.compute, self.exchange = np.zeros_like(self.compute), np.zeros_like(self.exchange)
         for table, ranks in enumerate(self.ranks):
-            np.add.at(self.milliseconds, ranks, self.option_of(table).milliseconds)
             self._count_parts(self.option_of(table), ranks, 1)
+
+    def _links_of(self, ranks: Ranks) -> Ranks:
+        return ranks if self.num_links == self.budget.num_ranks else ranks // self.budget.ranks_on_node
 
     def _anywhere(self, option: EstimatedOption, start: int, stop: int, prefer_memory: bool) -> Ranks | None:
         """Return a rank of start..stop for each shard."""
@@ -150,7 +159,7 @@ class PartialPlan:
         device, host = self.device_left[start:stop], self.host_left[start:stop]
         if len(ranks) > 1:
             # A table's own shards compete for work and memory too. With one shard nothing is written, and views do.
-            busy, device, host = busy.copy(), device.copy(), host.copy()
+            device, host = device.copy(), host.copy()
         for i, (time, on_device, on_host) in enumerate(
             zip(option.milliseconds, option.device_bytes, option.host_bytes, strict=True)
         ):
@@ -172,7 +181,7 @@ class PartialPlan:
         device, host = self.device_left.reshape(-1, on_node), self.host_left.reshape(-1, on_node)
         # torchrec fixes which local rank has which block of a table_row_wise table: only the node is free.
         fits = ((device >= option.device_bytes) & (host >= option.host_bytes)).all(axis=1)
-        load = (self.milliseconds.reshape(-1, on_node) + option.milliseconds).max(axis=1)
+        load = (self.milliseconds.reshape(-1, on_node) + option.compute).max(axis=1)
         if prefer_memory:
             load = -(device + host).min(axis=1)
         node = int(np.where(fits, load, np.inf).argmin())

@@ -2,7 +2,7 @@
 
 A table's options differ in time and memory. For given prices of memory and a limit on one shard's time, the best
 option of each table is known at once; packing the chosen shards, largest first, onto the ranks with the least work
-gives a proposal. The best proposals are then improved: tables of the slowest rank move to other ranks or options, one
+gives a proposal. The best proposals are then improved: tables that the critical path waits for move, one
 at a time; and several random tables are put again at once, to leave a plan that no single move improves.
 """
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lightning_distrec.sharding.planning.partial_plan import MemoryBudget, PartialPlan, Ranks
 from lightning_distrec.sharding.planning.sharding_options import EstimatedOption
-from lightning_distrec.sharding.sharders import EVERY_RANK_TYPES
+from lightning_distrec.sharding.sharders import EVERY_RANK_TYPES, ONE_NODE_TYPES
 
 Options = Sequence[Sequence[EstimatedOption]]
 """The options of each table."""
@@ -32,8 +32,10 @@ NUM_LIMITS = 10
 """Number of limits on one shard's time that are tried at each price."""
 GOOD_ENOUGH = 1 + 1e-6
 """The search stops at this multiple of the lower bound."""
-STEEPNESS = 16
-"""Power in which ranks' times are added up, to see progress while several ranks are equally slow."""
+SQUARINGS = 4
+"""Times are added up in their 16th power, to see progress while several ranks or links are equally slow."""
+BOUND_SHARES = np.linspace(0, 1, 5)
+"""Shares of the mean over ranks, the rest being the longest shard, whose sums are tried as lower bounds."""
 
 
 class Totals:
@@ -45,20 +47,25 @@ class Totals:
         self.time, self.longest = np.full(shape, np.inf), np.full(shape, np.inf)
         self.device, self.host = np.zeros(shape), np.zeros(shape)
         num_ranks, num_links = budget.num_ranks, PartialPlan(options, budget).num_links
+        # Of each exchange and of compute: the mean over links or ranks, and what one of them takes at least.
+        means, peaks = np.zeros((4, *shape)), np.full((4, *shape), np.inf)
         types = sorted({option.sharding_type for table_options in options for option in table_options})
         self.with_type = {kind: np.zeros(shape, dtype=bool) for kind in types}
         """Sharding type -> (tables, largest number of options): the options that have it."""
         for t, table_options in enumerate(options):
             for o, option in enumerate(table_options):
                 # An exchange takes as long as the links carry it together, also where there are fewer than ranks.
-                self.time[t, o] = option.compute.sum() + option.exchange.sum() * num_ranks / num_links
+                means[:, t, o] = *(option.exchange.sum(axis=1) / num_links), option.compute.sum() / num_ranks
+                peaks[:, t, o] = *_link_peaks(option, num_ranks, num_links), option.compute.max()
+                self.time[t, o] = means[:, t, o].sum() * num_ranks
                 self.longest[t, o] = option.milliseconds.max()
                 self.device[t, o] = option.device_bytes.sum()
                 self.host[t, o] = option.host_bytes.sum()
                 self.with_type[option.sharding_type][t, o] = True
         self.min_time = float(self.time.min(axis=1).sum())
         """Milliseconds of all tables on all ranks together, with the fastest option of each."""
-        self.lower_bound = max(self.min_time / budget.num_ranks, float(self.longest.min(axis=1).max()))
+        bounded_parts = ([3], [0, 1, 2], [0, 1, 2, 3])
+        self.lower_bound = max(_lower_bound(means, peaks, parts) for parts in bounded_parts)
         """No plan has a shorter critical path than this."""
 
     def best_options(
@@ -81,6 +88,42 @@ class Totals:
             cost = np.where(self.with_type[sharding_type], cost, 1e24 + cost)
         best: NDArray[np.intp] = np.where(np.isfinite(self.time), cost, np.inf).argmin(axis=1)
         return best
+
+
+def _link_peaks(option: EstimatedOption, num_ranks: int, num_links: int) -> NDArray[np.float64]:
+    """Return, (3,), what the slowest link carries of an option at least in each exchange."""
+    if num_links < num_ranks and option.sharding_type in ONE_NODE_TYPES:
+        peaks = option.exchange.sum(axis=1)
+    elif option.sharding_type in EVERY_RANK_TYPES:
+        peaks = option.exchange.reshape(3, num_links, -1).sum(axis=2).max(axis=1)
+    else:
+        peaks = option.exchange.max(axis=1)
+    return peaks
+
+
+def _lower_bound(means: NDArray[np.float64], peaks: NDArray[np.float64], parts: list[int]) -> float:
+    """Return milliseconds that no plan's critical path is below, by some of its parts; the others count by means.
+
+    means, peaks: (4, tables, largest number of options). A plan takes the mean of each part, and no less than the peak
+    of any of its options, and so no less than any weighted mean of the two. What a plan's largest peak is, is not
+    known: all are tried. The least that plans with options up to that peak can take is added up, and the least is it.
+    """
+    peak, part_means = peaks[parts].sum(axis=0), means[parts].sum(axis=0)
+    other_means = means.sum(axis=0) - part_means
+    order = peak.argsort(axis=1, kind="stable")
+    peak = np.take_along_axis(peak, order, 1)
+    exists = np.isfinite(peak)
+    # Below the shortest peak of some table there is no plan.
+    tried = np.unique(np.maximum(peak[exists], peak[:, 0].max()))
+    bounds = np.zeros_like(tried)
+    for share in BOUND_SHARES:
+        cost = np.minimum.accumulate(np.take_along_axis(share * part_means + other_means, order, 1), axis=1)
+        # What all tables take at least with their options up to a peak: each next option may only lower it.
+        gains = np.diff(cost, axis=1, prepend=0)
+        places = np.searchsorted(tried, peak[exists])
+        sums = np.cumsum(np.bincount(places, gains[exists], minlength=len(tried)))
+        bounds = np.maximum(bounds, (1 - share) * tried + sums)
+    return float(bounds.min())
 
 
 # ---------------------------------------------------------------------------------------------------------- proposals
@@ -167,7 +210,7 @@ class Search:
 
     def __init__(self, options: Options, num_ranks: int, seed: int) -> None:
         # A move takes longer with more tables and ranks: fewer of them keep the time of a search about equal.
-        self._moves_left = max(8000, min(60_000, 12_000_000 // (len(options) + 8 * num_ranks)))
+        self._moves_left = max(5000, min(60_000, 8_000_000 // (len(options) + 8 * num_ranks)))
         self._max_failures = min(400, (4 if _has_few_combinations(options) else 60) * len(options))
         self._random = np.random.default_rng(seed)
 
@@ -186,7 +229,7 @@ class Search:
         return best
 
     def _polish(self, plan: PartialPlan) -> PartialPlan:
-        """Move tables of the slowest rank, one by one, while that helps. Changes `plan`, and returns it."""
+        """Move tables of the critical path, one by one, while that helps. Changes `plan`, and returns it."""
         while self._moves_left > 0 and self._move_one(plan):
             pass
         # Each move adds and subtracts floats;
@@ -195,12 +238,12 @@ class Search:
         return plan
 
     def _move_one(self, plan: PartialPlan) -> bool:
-        """Give a table of the slowest rank other ranks or another option; returns whether one helped."""
+        """Give a table of the critical path other ranks or another option; returns whether one helped."""
         unit = plan.critical_path
         if unit <= 0:
             return False
         steepness = _steepness(plan, unit)
-        for table in plan.tables_on_slowest():
+        for table in plan.critical_tables():
             old = plan.take(table)
             moves = [move for move in self._moves_of(plan, table, unit) if _is_better(move, unit, steepness)]
             if moves:
@@ -234,9 +277,9 @@ class Search:
         changed = plan.copy()
         unit = changed.critical_path
         num_tables = len(changed.options)
-        slowest = changed.tables_on_slowest()
+        slowest = changed.critical_tables()
         count = int(self._random.integers(2, 4 + min(num_tables, 4 + num_tables // 20)))
-        # Some come from the slowest rank: while its tables stay, the critical path hardly gets shorter.
+        # Some come from the critical path: while its tables stay, the critical path hardly gets shorter.
         few = min(len(slowest), 1 + count // 2)
         tables = set(self._random.choice(slowest, size=few, replace=False).tolist())
         tables |= set(self._random.integers(0, num_tables, size=count).tolist())
@@ -254,7 +297,14 @@ class Search:
 
 
 def _steepness(plan: PartialPlan, unit: float) -> float:
-    return float(((plan.milliseconds / unit) ** STEEPNESS).sum())
+    """Return about the critical path over `unit`, with a little of all ranks and links that are nearly as slow."""
+    total = 0.0
+    for times in (plan.compute, *plan.exchange):
+        powers = times / unit
+        for _ in range(SQUARINGS):  # much faster than **
+            powers *= powers
+        total += float(powers.sum()) ** (1 / 2**SQUARINGS)
+    return total
 
 
 def _is_better(move: tuple[float, float, int, Ranks], path: float, steepness: float) -> bool:
