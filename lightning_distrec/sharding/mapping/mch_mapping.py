@@ -191,11 +191,10 @@ class MchMapping(RowsOfIds):
     def _set_rows(self, metadata: Mapping[str, Tensor]) -> None:
         """Set what the policy keeps of each row, (num_rows,) by name, and sort it and the ids; free rows come last."""
         ids, rows = self.ids.view_as(self._state[MCH_IDS]).sort(dim=1, stable=True)
-        for name, values in self._state.items():
-            new = {MCH_IDS: ids, MCH_ROWS: rows}.get(name)
-            if new is None and name in metadata:
-                new = metadata[name].view_as(values).gather(1, rows)
-            values.copy_(0 if new is None else new)
+        self._state[MCH_IDS].copy_(ids)
+        self._state[MCH_ROWS].copy_(rows)
+        for name, by_row in metadata.items():
+            self._state[name].copy_(by_row.view_as(rows).gather(1, rows))
         self._index()
 
     def _index(self) -> None:
