@@ -32,6 +32,8 @@ KINDS = (IDS, ROWS, ROW_GRADIENTS, DENSE_GRADIENTS, *RARE_KINDS, OTHER)
 
 # Each chunk has a destination, so that bytes are counted exactly.
 EXCHANGES = ("all_to_all_single", "all_to_all")
+ROOTED = ("scatter", "gather")
+"""One rank sends each other one a tensor, or receives one from each."""
 RINGS = (
     *("all_reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single"),
     *("all_gather", "all_gather_into_tensor", "all_gather_single", "broadcast"),
@@ -103,6 +105,22 @@ def exchanged_bytes(arguments: dict[str, Any], ranks: list[int], rank: int, node
     to_others = [(other, chunk) for other, chunk in zip(ranks, chunks, strict=True) if other != rank]
     away = [chunk for other, chunk in to_others if nodes is not None and nodes[other] != nodes[rank]]
     return float(sum(chunk for _, chunk in to_others)), float(sum(away))
+
+
+def rooted_bytes(
+    name: str, arguments: dict[str, Any], ranks: list[int], rank: int, nodes: Nodes
+) -> tuple[float, float]:
+    """Return the bytes of a scatter or a gather that leave `rank`, and those that leave its node."""
+    side = "src" if name == "scatter" else "dst"
+    root_in_group = arguments.get(f"group_{side}")
+    root = (arguments.get(side) or 0) if root_in_group is None else ranks[root_in_group]
+    if name == "scatter":
+        receivers = [other for other in ranks if other != root] if rank == root else []
+    else:
+        receivers = [] if rank == root else [root]
+    num_away = sum(nodes is not None and nodes[other] != nodes[rank] for other in receivers)
+    sent = float(_bytes(arguments["tensor"]))
+    return sent * len(receivers), sent * num_away
 
 
 def ring_bytes(name: str, arguments: dict[str, Any], ranks: list[int], nodes: Nodes) -> tuple[float, float]:
@@ -251,7 +269,7 @@ class Communication(Stoppable):
         self._reductions = [(ddp, *reduced_bytes(ddp, self._nodes)) for ddp in reducing]
         # These replace functions of torch.distributed in this process: on_exception and teardown undo them too.
         undo = ExitStack()
-        undo.enter_context(watch_collectives((*EXCHANGES, *RINGS), self._count_call))
+        undo.enter_context(watch_collectives((*EXCHANGES, *ROOTED, *RINGS), self._count_call))
         undo.enter_context(watch_sends(self._count_send))
         self._unwatch = undo.close
 
@@ -315,6 +333,8 @@ class Communication(Stoppable):
         ranks = dist.get_process_group_ranks(group)
         if name in EXCHANGES:
             sent, across = exchanged_bytes(arguments, ranks, dist.get_rank(), self._nodes)
+        elif name in ROOTED:
+            sent, across = rooted_bytes(name, arguments, ranks, dist.get_rank(), self._nodes)
         else:
             sent, across = ring_bytes(name, arguments, ranks, self._nodes)
         self._count(classify_call(name, dtype_sent(arguments), caller), sent, across, calls=1)

@@ -132,6 +132,11 @@ class RowsExchange:
 
     def __init__(self, sharding: PooledSharding, rows: Tensor, examples: int) -> None:
         self._sharding, self._group = sharding, sharding.group
+        # gloo's all-to-all sends each rank a message, even an empty one: R (R - 1) for a table of one rank, where a
+        # scatter and a gather send R - 1. NCCL's sends no empty ones, and is one call.
+        holders = [rank for rank, widths in enumerate(sharding.widths) if widths]
+        is_single = len(holders) == 1 and sharding.num_rows is None and dist.get_backend(sharding.group) == "gloo"
+        self._holder = holders[0] if is_single else None
         self._examples = examples
         self._shape = rows.shape
         widths = list(map(sum, sharding.widths))
@@ -156,6 +161,15 @@ class RowsExchange:
         if self._sharding.num_rows is not None:
             self._buffer = rows.new_empty(self._examples, self._shape[1])
             self._work = dist.reduce_scatter_tensor(self._buffer, rows, group=self._group, async_op=True)
+        elif self._holder is not None:
+            self._buffer = rows.new_empty(sum(self._per_holder))
+            self._work = dist.scatter(
+                self._buffer.view(self._examples, -1),
+                list(rows.split(self._examples)) if self._shape[1] else None,
+                group_src=self._holder,
+                group=self._group,
+                async_op=True,
+            )
         else:
             self._buffer = rows.new_empty(sum(self._per_holder))
             self._work = dist.all_to_all_single(
@@ -190,9 +204,18 @@ class RowsExchange:
                     # Written to where they are sent from, without a copy in between.
                     torch.cat(gradients[first:end], dim=1, out=part.view(self._examples, -1))
             self._buffer = sent.new_empty(self._shape)
-            self._work = dist.all_to_all_single(
-                self._buffer.view(-1), sent, self._per_rank, self._per_holder, self._group, async_op=True
-            )
+            if self._holder is not None:
+                self._work = dist.gather(
+                    sent.view(self._examples, -1),
+                    list(self._buffer.split(self._examples)) if self._shape[1] else None,
+                    group_dst=self._holder,
+                    group=self._group,
+                    async_op=True,
+                )
+            else:
+                self._work = dist.all_to_all_single(
+                    self._buffer.view(-1), sent, self._per_rank, self._per_holder, self._group, async_op=True
+                )
         self._sent = sent
 
     def receive_gradients(self) -> Tensor:
