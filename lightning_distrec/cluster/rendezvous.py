@@ -37,11 +37,14 @@ from lightning_distrec.units import shortened
 
 LOG_AFTER_SECONDS = 30.0
 """What a rank waits for is logged after this time, and again each time that it has doubled."""
-PAUSE_SECONDS = 0.1
-FAREWELL_PAUSES = 20
+PAUSE_SECONDS, PAUSE_SHARE, MAX_PAUSE_SECONDS = 0.02, 0.1, 1.0
+"""The first pause between two looks at the store; later ones are a share of the time waited. So a rank asks it a few
+times and then once a second, however many ranks wait for the last one."""
+FAREWELL_PAUSES, FAREWELL_PAUSE_SECONDS = 20, 0.1
 """How often rank 0 pauses after it has written why the ranks do not meet: those that come now read it, too."""
 NAME = "lightning_distrec/job"
-CHALLENGE, ARRIVED, COMPLETE, MISSING, FAILED = "challenge", "arrived", "complete", "missing", "failed"
+CHALLENGE, ARRIVED, ARRIVALS, COMPLETE, MISSING = "challenge", "arrived", "arrivals", "complete", "missing"
+FAILED = "failed: "
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,7 @@ class _Waiting:
                 raise RendezvousError(f"{text}: not within {limit:g} s (start_seconds, or timeout_seconds).")
             self.log(f"{text}, after {waited:.0f} s of {limit:g}.")
             self._log_at = 2 * waited
-        time.sleep(PAUSE_SECONDS)
+        time.sleep(min(max(PAUSE_SECONDS, PAUSE_SHARE * waited), MAX_PAUSE_SECONDS))
 
 
 @dataclass
@@ -211,6 +214,7 @@ class _Meeting:
         nonce = secrets.token_hex(16)
         # Before the challenge: a rank that has read it is watched, however it ends.
         port = self.watch(0, key.sign("watch", point.identity, nonce))
+        store.set(ARRIVALS, " ")
         store.set(CHALLENGE, json.dumps({"nonce": nonce, "offer": key.offer, "watch": port}))
         missing = set(range(1, num_ranks))
 
@@ -227,19 +231,21 @@ class _Meeting:
             while missing:
                 if point.is_hosted:
                     answer(store, missing)
-                # By check, since get would block on the first rank that is missing.
-                for rank in [rank for rank in missing if store.check([f"{ARRIVED}/{rank}"])]:
+                # One request for all ranks; a check too, since get would block where a stranger has named a rank.
+                arrivals = set(store.get(ARRIVALS).split())
+                new_ranks = [rank for rank in sorted(missing) if str(rank).encode() in arrivals]
+                for rank in [rank for rank in new_ranks if store.check([f"{ARRIVED}/{rank}"])]:
                     rank_nonce = self._check_arrived(store, rank, key, nonce)
                     store.set(f"{COMPLETE}/{rank}/proof", key.sign("complete", point.identity, nonce, rank, rank_nonce))
                     missing.remove(rank)
                 if missing:
                     self.waiting.pause(describe_missing)
         except RendezvousError as failure:
-            store.set(FAILED, str(failure))
+            store.set(COMPLETE, f"{FAILED}{failure}")
             for _ in range(FAREWELL_PAUSES):  # rank 0's own store ends with this process
                 if point.is_hosted:
                     answer(store, range(1, num_ranks))
-                time.sleep(PAUSE_SECONDS)
+                time.sleep(FAREWELL_PAUSE_SECONDS)
             raise
         # After all proofs: a rank that sees it finds its own in the store.
         store.set(COMPLETE, "")
@@ -269,10 +275,10 @@ class _Meeting:
         try:
             key = find_key(str(challenge.get("offer")), os.environ)
         except RendezvousError:
-            store.set(f"{ARRIVED}/{rank}", "{}")  # without a proof: rank 0 names this rank to all
+            _set_arrived(store, rank, {})  # without a proof: rank 0 names this rank to all
             raise
         proof = key.sign("arrived", identity, nonce, rank, self.num_ranks, rank_nonce)
-        store.set(f"{ARRIVED}/{rank}", json.dumps({"num_ranks": self.num_ranks, "nonce": rank_nonce, "proof": proof}))
+        _set_arrived(store, rank, {"num_ranks": self.num_ranks, "nonce": rank_nonce, "proof": proof})
         # Before the wait, so that a rank that dies in it is noticed.
         self.watch(port if isinstance(port, int) and 0 <= port < 1 << 16 else 0, key.sign("watch", identity, nonce))
 
@@ -280,9 +286,10 @@ class _Meeting:
             return read_text(store, MISSING) if store.check([MISSING]) else "waiting for the other ranks"
 
         while not store.check([COMPLETE]):
-            if store.check([FAILED]):
-                raise RendezvousError(read_text(store, FAILED))
             self.waiting.pause(describe_missing, logs=False)  # rank 0 logs it for all
+        # One key for both outcomes, so that each look is one request.
+        if (outcome := read_text(store, COMPLETE)).startswith(FAILED):
+            raise RendezvousError(outcome.removeprefix(FAILED))
         # Only now: rank 0 has signed what this rank drew, so that it is no other process that answered for it.
         proof = read_text(store, f"{COMPLETE}/{rank}/proof")
         if not key.is_signed(proof, "complete", identity, nonce, rank, rank_nonce):
@@ -310,6 +317,13 @@ def _is_reachable(host: str, port: int) -> bool:
     with suppress(OSError), socket.create_connection((host, port), TRY_SECONDS):
         return True
     return False
+
+
+def _set_arrived(store: Store, rank: int, fields: dict[str, Any]) -> None:
+    """Show rank 0 that this rank has arrived."""
+    store.set(f"{ARRIVED}/{rank}", json.dumps(fields))
+    # Last: rank 0 reads the list of all ranks, and not a key of each again and again.
+    store.append(ARRIVALS, f"{rank} ")
 
 
 def _read_fields(store: Store, key: str) -> dict[str, Any]:

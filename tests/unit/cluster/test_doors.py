@@ -155,7 +155,7 @@ def test_what_a_stranger_writes_as_failure_is_one_printable_line(monkeypatch: py
     monkeypatch.setenv(KEY_VARIABLE, "a secret")
     store = HashStore()
     store.set("challenge", json.dumps({"nonce": "x", "offer": "variable", "watch": "no port"}))
-    store.set("failed", b"\x1b[2J\xff no\nrank" + b"x" * 100_000)
+    store.set("complete", b"failed: \x1b[2J\xff no\nrank" + b"x" * 100_000)
     meeting = _Meeting(MeetingPoint(HOST, (1,), IDENTITY), 1, 2, (), lambda port, _: port, _Waiting(10, print, str))
     with pytest.raises(RendezvousError) as refused:
         meeting._arrive(store)

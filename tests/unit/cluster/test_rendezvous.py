@@ -268,6 +268,8 @@ def test_who_takes_a_ranks_place_in_a_launchers_store_is_refused_on_all(
         latest = _other_than("", job_store)
         place = PrefixStore(latest, agent)
         place.set("arrived/1", json.dumps({"num_ranks": 3, "nonce": "x", "proof": "0" * 64}))
+        place.wait(["challenge"])  # set after the list of arrivals, which the stranger would begin anew
+        place.append("arrivals", "1 ")
 
     def last() -> Any:
         time.sleep(late_seconds)
