@@ -3,8 +3,10 @@
 `make test-ranks` has 64 of them, some GiB and minutes; RANKS=N chooses another number, a multiple of 4.
 """
 
+import contextlib
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,8 @@ def _train(folder: str, checkpoint: str | None) -> dict[str, Tensor]:
         trainer.fit(module, DataLoader(_ids(), batch_size=EXAMPLES // num_ranks), ckpt_path=checkpoint)
     except RankError:
         Path(folder, f"named by {rank}").write_text(repr(time.time()))
+        with open(f"{folder}/stderr of {rank}", "w") as log, contextlib.redirect_stderr(log):
+            sys.excepthook(*sys.exc_info())  # as the interpreter does at the end of a script
         raise
     return trainer.strategy.full_state_dict() if checkpoint else {}
 
@@ -84,6 +88,12 @@ def test_many_ranks_name_a_dead_one_at_once_and_its_checkpoint_goes_on_on_fewer_
     killed = float((tmp_path / "killed").read_text())
     named = [float(file.read_text()) - killed for file in tmp_path.glob("named by *")]
     assert max(named, default=0) < NAMED_SECONDS * max(1, RANKS // 16)  # they share this machine's cores
+    logs = {rank: tmp_path / f"stderr of {rank}" for rank in range(RANKS) if rank != dead}
+    assert "Traceback" in logs.pop(0).read_text()
+    reports = {rank: log.read_text() for rank, log in logs.items()}
+    assert {
+        rank for rank, text in reports.items() if text.count("\n") != 1 or f"rank {dead} has died" not in text
+    } == set()
     expected = _train_in_one_process()
     checkpoint = str(next(tmp_path.glob(f"step={KILLED_AT - KILLED_AT % SAVES}*")))
     for num_ranks in (3 * RANKS // 4, 3 * RANKS // 2):

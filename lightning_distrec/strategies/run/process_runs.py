@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_prefixed_message, rank_zero_only
 
 from lightning_distrec._compat.torch import abort_process_groups, collective_counts
 from lightning_distrec.cluster.consensus import forget_consensus
@@ -107,6 +109,7 @@ class ProcessRuns:
                 self._meet_at_end(self.watchdog, timeout_seconds)
         # Also for KeyboardInterrupt and SystemExit: the other ranks wait for this one all the same.
         except BaseException as failure:
+            report_causes_only()
             if self.watchdog is None:
                 raise
             # No failure: a signal has stopped all ranks, which end by themselves.
@@ -185,6 +188,24 @@ class ProcessRuns:
 
 
 PROCESS = ProcessRuns()
+
+
+def report_causes_only() -> None:
+    """Let ranks that end because of another one print that in a line: its own traceback, or rank 0's, shows the rest.
+
+    Otherwise a launcher's log has as many long tracebacks as ranks, and the cause is one of them.
+    """
+    report = sys.excepthook
+    if getattr(report, "__module__", "") == __name__ or rank_zero_only.rank == 0:
+        return
+
+    def report_in_one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, RankError):
+            print(rank_prefixed_message(f"{kind.__name__}: {error}", rank_zero_only.rank), file=sys.stderr, flush=True)
+        else:
+            report(kind, error, trace)
+
+    sys.excepthook = report_in_one_line
 
 
 def describe_progress(trainer: Trainer) -> str:
