@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table as TextTable
 
 from lightning_distrec.advice.dry_run import DryRun, Edge
-from lightning_distrec.cluster.host_resources import needed_open_files
+from lightning_distrec.cluster.host_resources import HostNeeds
 from lightning_distrec.sharding.planning.report_text import rank_columns, replicas_in_words, start_in_words
 from lightning_distrec.sharding.planning.sharding_plan import TIME_PARTS, ShardingPlan
 from lightning_distrec.sharding.planning.traffic import TRAFFIC_KINDS
@@ -16,8 +16,6 @@ from lightning_distrec.units import format_bytes, quantity
 
 MAX_LETTERS = 300
 """Length of the reason for what does not fit."""
-PROCESS_BYTES = 300 << 20
-"""Host memory of a rank before any data, measured on CPUs: Python, torch, torchrec and FBGEMM; CUDA takes more."""
 Vector = NDArray[Any]
 
 
@@ -34,11 +32,7 @@ def print_dry_run(result: DryRun, console: Console) -> None:
     if result.plan is not None:
         console.print(_ranks(result.plan))
         console.print(f"{start_in_words(result.plan)}.")
-        files, process_bytes = _processes(result)
-        console.print(
-            f"Processes: {format_bytes(process_bytes)} of host memory a node before any data; a rank opens up to "
-            f"{files:,} files, most of them sockets to other ranks (`ulimit -n`)."
-        )
+        console.print(_host_needs(result).in_words())
         if replicas := replicas_in_words(result.plan):
             console.print(f"{replicas}.")
     if result.largest_batch is not None:
@@ -50,10 +44,9 @@ def print_dry_run(result: DryRun, console: Console) -> None:
     console.print(f"Estimated, not measured: {'; '.join(result.assumed)}.")
 
 
-def _processes(result: DryRun) -> tuple[int, int]:
-    """Return how many files a rank may have open, and the bytes that a node's ranks take without tables and data."""
-    backend = "nccl" if result.job.device.type == "cuda" else "gloo"
-    return needed_open_files(result.job.num_ranks, backend), result.job.ranks_on_node * PROCESS_BYTES
+def _host_needs(result: DryRun) -> HostNeeds:
+    job = result.job
+    return HostNeeds(job.num_ranks, job.ranks_on_node, "nccl" if job.device.type == "cuda" else "gloo")
 
 
 def _ranks(plan: ShardingPlan) -> TextTable:
@@ -87,7 +80,6 @@ def _short(reason: str) -> str:
 def as_json(result: DryRun) -> dict[str, Any]:
     """Return a dry run as plain values: bytes, milliseconds."""
     job = result.job
-    open_files, process_bytes = _processes(result)
     return {
         "fits": result.fits,
         "why_not": result.misfit or None,
@@ -99,8 +91,7 @@ def as_json(result: DryRun) -> dict[str, Any]:
         "num_tables": result.num_tables,
         "table_bytes": result.table_bytes,
         "ranks": None if result.plan is None else _ranks_as_json(result.plan),
-        "open_files_per_rank": open_files,
-        "process_bytes_per_node": process_bytes,
+        **_host_needs(result).as_json(),
         "largest_batch": _edge_as_json(result.largest_batch),
         "min_nodes": _edge_as_json(result.min_nodes),
         "planning_seconds": round(result.seconds, 3),

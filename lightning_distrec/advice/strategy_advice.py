@@ -11,6 +11,7 @@ from rich.table import Table as TextTable
 
 from lightning_distrec.advice.dry_job import planned_share
 from lightning_distrec.advice.stages_estimate import PIPELINE, estimate_stages
+from lightning_distrec.cluster.host_resources import HostNeeds
 from lightning_distrec.errors import DistRecError, InfeasiblePlanError
 from lightning_distrec.option_values import as_options
 from lightning_distrec.sharding.plain_embeddings import Conversion
@@ -330,6 +331,8 @@ def print_advice(advice: Advice, console: Console) -> None:
     for estimate in advice.estimates:
         if estimate.refused:
             console.print(f"{estimate.strategy} refuses the module: {estimate.refused}")
+    if job.num_ranks > 1:
+        console.print(_host_needs(job).in_words())
     console.print(f"strategy: {advice.strategy}, because {advice.reason}.")
     if advice.link is not None and advice.compressed and advice.strategy == DDP:
         times = ", ".join(f"{advice.link.in_words(sent)} with {option}" for option, sent in advice.compressed.items())
@@ -337,6 +340,11 @@ def print_advice(advice: Advice, console: Console) -> None:
             f"Gradients over {advice.link.name}, while backward computes: {times}. Compress them where a step waits "
             "for them; that changes the numbers."
         )
+
+
+def _host_needs(job: Job) -> HostNeeds:
+    # Of gloo: NCCL takes fewer sockets.
+    return HostNeeds(job.num_ranks, job.num_ranks // job.num_nodes)
 
 
 def _fit(advice: Advice, estimate: Estimate) -> str:
@@ -355,6 +363,7 @@ def as_json(advice: Advice) -> dict[str, Any]:
         "num_nodes": job.num_nodes,
         "memory_bytes_per_rank": job.memory_bytes,
         "precision": job.precision,
+        **_host_needs(job).as_json(),
         "strategies": [
             {
                 "strategy": estimate.strategy,

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from lightning_distrec.cluster.consensus import all_gather_plain
 from lightning_distrec.cluster.environment import complete_launched, find_launched
-from lightning_distrec.cluster.host_resources import needed_open_files, open_files_limit
+from lightning_distrec.cluster.host_resources import HostNeeds, open_files_limit
 from lightning_distrec.cluster.launched import Launched
 from lightning_distrec.cluster.rendezvous import MeetingPoint, meet
 from lightning_distrec.host_memory import host_memory_bytes
@@ -241,7 +241,7 @@ def _machine_problems(findings: Findings) -> Iterable[Problem]:
             yield Problem("error", f"{host} has {num_ranks} ranks and {devices} GPUs.", "Start one per GPU.")
         if cpus < num_ranks and all(rank.cpus == cpus for rank in node_ranks):
             yield Problem("warning", f"{host} has {num_ranks} ranks on {cpus} CPUs.", "Ask for more: --cpus-per-task.")
-    needed = needed_open_files(len(ranks), "nccl" if all(rank.devices for rank in ranks) else "gloo")
+    needed = HostNeeds(len(ranks), 1, "nccl" if all(rank.devices for rank in ranks) else "gloo").open_files
     lowest = min(rank.open_files for rank in ranks)
     minimum = needed if lowest < needed else MIN_OPEN_FILES
     if lowest < minimum:

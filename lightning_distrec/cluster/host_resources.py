@@ -13,12 +13,14 @@ import struct
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch.distributed import Store
 
 from lightning_distrec.errors import ConfigError
+from lightning_distrec.units import format_bytes
 
 Cpus = tuple[int, frozenset[int]]
 """A rank's node, and the CPUs it may run on."""
@@ -60,16 +62,57 @@ def end_threads() -> bool:
 
 
 LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
-SOCKETS_PER_RANK = {"gloo": 4, "nccl": 2}
-"""Between rank 0 and each other one: its store's, and one for each group of gloo in which each two ranks exchange
-something: the control message of a step, and without NCCL rows and ids."""
+MESHES = {"gloo": 3, "nccl": 1}
+"""Groups of gloo in which each two ranks may exchange something: control messages; without NCCL rows and ids too."""
 OTHER_FILES = 256
 """What a rank has open besides: libraries, logs, checkpoints, pipes of workers, and few sockets of other groups."""
+PROCESS_BYTES = 300 << 20
+"""Host memory of a rank before any data, measured on CPUs: Python, torch, torchrec and FBGEMM; CUDA takes more."""
+STORE_REQUESTS, STORE_REQUESTS_PER_RANK = 70, 7
+"""To rank 0's store until training begins, measured over gloo: of any rank, and more for each rank of the job. These
+are gloo's, which looks up the address of each rank once for each mesh, and rank 0's, which checks each rank's key."""
 
 
-def needed_open_files(num_ranks: int, backend: str) -> int:
-    """Return how many files rank 0 of a job has open, sockets to the other ranks included; NCCL's own are few."""
-    return SOCKETS_PER_RANK["nccl" if "nccl" in backend else "gloo"] * num_ranks + OTHER_FILES
+@dataclass(frozen=True)
+class HostNeeds:
+    """What ranks take of their hosts, whatever they train."""
+
+    num_ranks: int
+    ranks_on_node: int
+    backend: str = "gloo"
+
+    @property
+    def sockets(self) -> int:
+        """Those of a rank to others; NCCL's own are few. Rank 0 has one more to each, of the store."""
+        return MESHES["nccl" if "nccl" in self.backend else "gloo"] * self.num_ranks
+
+    @property
+    def open_files(self) -> int:
+        """Those of rank 0."""
+        return self.sockets + self.num_ranks + OTHER_FILES
+
+    def in_words(self) -> str:
+        """Return a sentence."""
+        return (
+            f"Processes: {format_bytes(self.ranks_on_node * PROCESS_BYTES)} of host memory a node before any data; a "
+            f"rank opens up to {self.open_files:,} files, most of them sockets to other ranks (`ulimit -n`), a node "
+            f"{self.ranks_on_node * self.sockets:,} sockets; a rank starts with some {self._store_requests:,} requests "
+            "to rank 0's store."
+        )
+
+    def as_json(self) -> dict[str, int]:
+        """Return the numbers by name."""
+        return {
+            "open_files_per_rank": self.open_files,
+            "sockets_per_rank": self.sockets,
+            "sockets_per_node": self.ranks_on_node * self.sockets,
+            "process_bytes_per_node": self.ranks_on_node * PROCESS_BYTES,
+            "store_requests_per_rank": self._store_requests,
+        }
+
+    @property
+    def _store_requests(self) -> int:
+        return STORE_REQUESTS + STORE_REQUESTS_PER_RANK * self.num_ranks
 
 
 def open_files_limit() -> int:
@@ -89,7 +132,7 @@ def reserve_open_files(num_ranks: int, backend: str) -> None:
         with suppress(OSError, ValueError):  # some systems have a lower limit than the one that they name
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < (needed := needed_open_files(num_ranks, backend)):
+    if soft != resource.RLIM_INFINITY and soft < (needed := HostNeeds(num_ranks, 1, backend).open_files):
         raise ConfigError(
             f"a rank in a job of {num_ranks} needs {needed} open files, most of them sockets, and may open {soft}. "
             f"Raise the limit before the job starts: `ulimit -n {needed}`, LimitNOFILE of the scheduler's service, or "

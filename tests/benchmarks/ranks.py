@@ -11,7 +11,10 @@ forked from one process, and share its libraries' memory: they count a part of i
 
 import argparse
 import os
+import socket
+import sys
 import time
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
+from lightning_distrec._compat.torch import default_store  # noqa: E402
 from tests.benchmarks.page import table  # noqa: E402
 from tests.support.ranks import run_on_ranks  # noqa: E402
 from tests.support.trainers import make_ddp_trainer, make_trainer  # noqa: E402
@@ -32,12 +36,15 @@ PAGES = Path(__file__).resolve().parents[2] / "docs" / "scale.md", Path(__file__
 BEGIN, END = "<!-- ranks: begin -->", "<!-- ranks: end -->"
 TABLES, ROWS, DIM, EXAMPLES = 8, 2_000, 16, 8
 WARM_UP_STEPS = 10
+DATA_SEGMENTS_SENT = 156
+"""The place of tcpi_data_segs_out in struct tcp_info. Source: linux/tcp.h."""
 OURS, DDP = "torchrec_sharded", "Lightning's ddp"
 HEADINGS = [
     "ranks",
     "strategy",
     "sockets",
     "threads",
+    "requests to the store",
     "MiB (PSS)",
     "start, s",
     "step, ms",
@@ -51,6 +58,8 @@ class Measured:
 
     sockets: int
     threads: int
+    requests: int
+    """Messages that it has sent to the store of rank 0 until training begins."""
     mib: float
     """Its memory, of which shared pages count by their share."""
     start_seconds: float
@@ -81,12 +90,13 @@ class Clock(pl.Callback):
 
     def __init__(self) -> None:
         self.began, self.inherited_sockets = time.perf_counter(), count_sockets()
-        self.start_seconds = 0.0
+        self.start_seconds, self.requests = 0.0, 0
         self.times: tuple[float, float] = (0.0, 0.0)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note the time of the set-up."""
         self.start_seconds = time.perf_counter() - self.began
+        self.requests = count_store_requests()
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, index: int) -> None:
         """Begin after the first steps."""
@@ -104,6 +114,7 @@ class Clock(pl.Callback):
         self.measured = Measured(
             count_sockets() - self.inherited_sockets,
             len(os.listdir("/proc/self/task")),
+            self.requests,
             int(pss.split()[1]) / 1024,
             self.start_seconds,
             wall / num_steps * 1e3,
@@ -111,14 +122,34 @@ class Clock(pl.Callback):
         )
 
 
-def count_sockets() -> int:
-    """Return how many sockets this process has open."""
-    targets = []
+def list_sockets() -> list[int]:
+    """Return the descriptors of the sockets that this process has open."""
+    descriptors = []
     for descriptor in os.listdir("/proc/self/fd"):
         path = f"/proc/self/fd/{descriptor}"
-        if os.path.islink(path):  # the one that lists the folder is gone
-            targets.append(os.readlink(path))
-    return sum(target.startswith("socket:") for target in targets)
+        # The one that lists the folder is gone.
+        if os.path.islink(path) and os.readlink(path).startswith("socket:"):
+            descriptors.append(int(descriptor))
+    return descriptors
+
+
+def count_sockets() -> int:
+    """Return how many sockets this process has open."""
+    return len(list_sockets())
+
+
+def count_store_requests() -> int:
+    """Return how many segments with data this process has sent to the store: one for each request."""
+    store: Any = default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    count = 0
+    for descriptor in list_sockets():
+        with socket.socket(fileno=os.dup(descriptor)) as connection, suppress(OSError):
+            if connection.type == socket.SOCK_STREAM and connection.getpeername()[1] == store.port:
+                information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 160)
+                count += int.from_bytes(information[DATA_SEGMENTS_SENT : DATA_SEGMENTS_SENT + 4], sys.byteorder)
+    return count
 
 
 def train(strategy: str, num_steps: int) -> Measured:
@@ -144,9 +175,10 @@ def main() -> None:
     for num_ranks in options.ranks:
         for strategy in (OURS, DDP):
             measured = run_on_ranks(train, num_ranks, strategy, options.steps, timeout_seconds=600)
-            sockets, threads, *others = (max(values) for values in zip(*map(astuple, measured), strict=True))
+            columns = (max(values) for values in zip(*map(astuple, measured), strict=True))
+            sockets, threads, requests, *others = columns
             numbers = [f"{number:.{digits}f}" for number, digits in zip(others, (0, 1, 1, 1), strict=True)]
-            rows.append([str(num_ranks), strategy, str(sockets), str(threads), *numbers])
+            rows.append([str(num_ranks), strategy, str(sockets), str(threads), str(requests), *numbers])
             print(" | ".join(rows[-1]), flush=True)
     text = table(HEADINGS, rows)
     print(text)

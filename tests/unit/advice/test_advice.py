@@ -234,7 +234,9 @@ def test_what_does_not_fit_is_marked(memory_bytes: int, shown: str, capsys: pyte
     lines = capsys.readouterr().out.splitlines()
     assert shown in next(line for line in lines if "ddp_tuned " in line)
     assert any(line.startswith(f"strategy: {advice.strategy}, because ") for line in lines)
+    assert any(line.startswith("Processes: ") for line in lines) == (advice.job.num_ranks > 1)
     assert as_json(advice)["strategies"][0]["fits"] == (shown == "fits")
+    assert as_json(advice)["sockets_per_rank"] == 3 * advice.job.num_ranks
 
 
 def test_stages_are_estimated_where_a_chain_is_split() -> None:
