@@ -5,7 +5,7 @@ By torchrec's modules: one exchange of sizes for all lookups, then one of ids. t
 ids; sizes are known before.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -139,20 +139,20 @@ class ShortExchange(_Exchange):
             return
         self._was_sent = True
         with self._on_stream(), torch.no_grad(), spans.span(spans.START_INPUT_DIST):
-            chunks: list[Sequence[Tensor]] = []
+            numbers: list[Tensor] = []
             sent, received = [], []
             for request in self._requests:
                 # For each rank: lengths and ids of the first lookup, then those of the second, and so on.
                 ids, counts = _short(request), request.received
                 assert counts is not None
                 lengths = ids.path.num_lengths(ids.examples)
-                chunks += [ids.lengths.split(lengths), ids.ids.split(ids.counts)]
+                numbers += [ids.lengths, ids.ids]
                 sent += [lengths, ids.counts]
                 # All ranks have this number of examples: other batches have left the short path in `start_exchange`.
                 received += [[ids.path.num_features * ids.examples] * len(counts), list(counts)]
             per_rank = list(zip(*received, strict=True))
             self._sizes = list(chain.from_iterable(per_rank))
-            self._sent = torch.cat(list(chain.from_iterable(zip(*chunks, strict=True))))
+            self._sent = _join_by_rank(numbers, sent)
             self._received = self._sent.new_empty(sum(self._sizes))
             self._work = dist.all_to_all_single(
                 self._received,
@@ -172,13 +172,15 @@ class ShortExchange(_Exchange):
         with spans.span(spans.WAIT_INPUT_DIST):
             with self._on_stream(), torch.no_grad():
                 self._work.wait()
-                parts = self._received.split(self._sizes)
-                # Rank by rank there are two parts for each lookup: its lengths and its ids.
+                # Rank by rank there are two parts for each lookup: its lengths and its ids. Most may be empty.
                 step = 2 * len(self._requests)
+                parts: list[list[Tensor]] = [[self._received[:0]] for _ in range(step)]
+                places = [place % step for place, size in enumerate(self._sizes) if size]
+                for place, part in zip(places, self._received.split(list(filter(None, self._sizes))), strict=True):
+                    parts[place].append(part)
                 for i, request in enumerate(self._requests):
                     ids = _short(request)
-                    lengths, values = list(parts[2 * i :: step]), list(parts[2 * i + 1 :: step])
-                    ids.arrived = ids.path.arrange(lengths, values, ids.examples)
+                    ids.arrived = ids.path.arrange(parts[2 * i], parts[2 * i + 1], ids.examples)
             if self._stream is not None:
                 current = torch.cuda.current_stream(self._stream.device)
                 current.wait_stream(self._stream)
@@ -239,6 +241,14 @@ def start_exchange(
         return exchange
     long = [request for request in requests if request.short is None]
     return BothExchanges(exchange, IdsExchange(long, stream=stream, group=group))
+
+
+def _join_by_rank(tensors: list[Tensor], sizes: list[list[int]]) -> Tensor:
+    """Return what each rank gets of all tensors, rank by rank. sizes: of each tensor, for each rank."""
+    # Ranks without rows get nothing, and take no time of this one: of many ranks that may be most.
+    parts = [iter(tensor.split([n for n in counts if n])) for tensor, counts in zip(tensors, sizes, strict=True)]
+    per_rank = zip(*sizes, strict=True)
+    return torch.cat([next(part) for counts in per_rank for part, n in zip(parts, counts, strict=True) if n])
 
 
 def _short(request: LookupRequest) -> ShortIds:

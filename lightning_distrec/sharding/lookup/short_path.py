@@ -142,6 +142,10 @@ class RowsExchange:
         widths = list(map(sum, sharding.widths))
         self._per_holder = [examples * width for width in widths]
         """Numbers that come from each rank: of its columns, for this rank's examples."""
+        # Most tables are on few of many ranks: the host's time should grow with these.
+        self._widths = [rank_widths for rank_widths in sharding.widths if rank_widths]
+        self._sizes = [size for size in self._per_holder if size]
+        """Columns, and numbers, of ranks that have some."""
         self._per_rank = [examples * rows.shape[1]] * len(widths)
         """Numbers that go to each rank."""
         self.on_gradient: list[Callable[[Tensor], None]] = []
@@ -183,9 +187,8 @@ class RowsExchange:
         if self._sharding.num_rows is not None:
             return list(self._buffer.split(self._sharding.widths[0], dim=1))
         columns: list[Tensor] = []
-        for part, widths in zip(self._buffer.split(self._per_holder), self._sharding.widths, strict=True):
-            if widths:
-                columns += part.view(self._examples, -1).split(widths, dim=1)
+        for part, widths in zip(self._buffer.split(self._sizes), self._widths, strict=True):
+            columns += part.view(self._examples, -1).split(widths, dim=1)
         return columns
 
     def send_gradients(self, gradients: tuple[Tensor, ...]) -> None:
@@ -198,11 +201,10 @@ class RowsExchange:
             self._work = dist.all_gather_into_tensor(self._buffer, sent, group=self._group, async_op=True)
         else:
             sent = self._buffer.new_empty(sum(self._per_holder))
-            ends = [0, *accumulate(map(len, self._sharding.widths))]
-            for part, (first, end) in zip(sent.split(self._per_holder), pairwise(ends), strict=True):
-                if first < end:
-                    # Written to where they are sent from, without a copy in between.
-                    torch.cat(gradients[first:end], dim=1, out=part.view(self._examples, -1))
+            ends = [0, *accumulate(map(len, self._widths))]
+            for part, (first, end) in zip(sent.split(self._sizes), pairwise(ends), strict=True):
+                # Written to where they are sent from, without a copy in between.
+                torch.cat(gradients[first:end], dim=1, out=part.view(self._examples, -1))
             self._buffer = sent.new_empty(self._shape)
             if self._holder is not None:
                 self._work = dist.gather(
