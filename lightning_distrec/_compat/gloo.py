@@ -59,7 +59,8 @@ class _Group:
             # Both ends know of chunks without elements, and leave them out.
             works = [group.recv([outputs[rank]], rank, tag) for rank in self._sources if output_sizes[rank]]
             works += [group.send([chunks[rank]], rank, tag) for rank in self._targets if sent_sizes[rank]]
-            outputs[self._rank].copy_(chunks[self._rank])
+            if output_sizes[self._rank]:  # torchrec's empty output of a rank without rows has no columns either
+                outputs[self._rank].copy_(chunks[self._rank])
         exchange = _Exchange(works, (*outputs, *chunks))
         self._running = [running for running in self._running if not running.is_completed()] + [exchange]
         return exchange
