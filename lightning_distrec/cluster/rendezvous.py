@@ -323,7 +323,7 @@ def _set_arrived(store: Store, rank: int, fields: dict[str, Any]) -> None:
     """Show rank 0 that this rank has arrived."""
     store.set(f"{ARRIVED}/{rank}", json.dumps(fields))
     # Last: rank 0 reads the list of all ranks, and not a key of each again and again.
-    store.append(ARRIVALS, f"{rank} ")
+    store.append(ARRIVALS, f"{rank} ")  # type: ignore[attr-defined]  # torch's stubs lack it
 
 
 def _read_fields(store: Store, key: str) -> dict[str, Any]:

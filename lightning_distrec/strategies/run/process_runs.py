@@ -195,13 +195,13 @@ def report_causes_only() -> None:
 
     Otherwise a launcher's log has as many long tracebacks as ranks, and the cause is one of them.
     """
-    report = sys.excepthook
-    if getattr(report, "__module__", "") == __name__ or rank_zero_only.rank == 0:
+    report, rank = sys.excepthook, getattr(rank_zero_only, "rank", 0)
+    if getattr(report, "__module__", "") == __name__ or rank == 0:
         return
 
     def report_in_one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, RankError):
-            print(rank_prefixed_message(f"{kind.__name__}: {error}", rank_zero_only.rank), file=sys.stderr, flush=True)
+            print(rank_prefixed_message(f"{kind.__name__}: {error}", rank), file=sys.stderr, flush=True)
         else:
             report(kind, error, trace)
 
