@@ -7,6 +7,7 @@ Here one exchange of 32-bit numbers takes all of them: half of the bytes, and th
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, islice
 from operator import attrgetter
 from typing import Any
@@ -317,6 +318,20 @@ class PooledSharding:
     """Row-wise: the rows of each feature's table, of which rank r has the r-th block; None: table-wise."""
     divisor: int
     """By which gradients of rows are divided, for the mean over the ranks' losses."""
+
+    @cached_property
+    def held_widths(self) -> list[list[int]]:
+        """The widths of the ranks that have outputs. Most of many ranks have none: the host's time is not for them."""
+        return [rank_widths for rank_widths in self.widths if rank_widths]
+
+    @cached_property
+    def single_holder(self) -> int | None:
+        """The rank that holds all tables, which gloo carries; None: several ranks, or another backend."""
+        # gloo's all-to-all sends each rank a message, even an empty one: R (R - 1) for a table of one rank, where a
+        # scatter and a gather send R - 1. NCCL's sends no empty ones, and is one call.
+        holders = [rank for rank, rank_widths in enumerate(self.widths) if rank_widths]
+        is_single = len(holders) == 1 and self.num_rows is None and dist.get_backend(self.group) == "gloo"
+        return holders[0] if is_single else None
 
 
 def pooled_sharding(sharded: Any) -> PooledSharding | None:

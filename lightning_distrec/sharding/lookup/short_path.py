@@ -126,26 +126,20 @@ class RowsExchange:
     """Collective. The rows of one lookup on their way to the ranks that have the examples; in backward, gradients.
 
     rows: (num_ranks * examples, width) that this rank has looked up. torchrec's PooledEmbeddingsAllToAll and
-    PooledEmbeddingsReduceScatter send the same numbers by the same collectives (torchrec/distributed/comm_ops.py);
-    there all columns are concatenated in forward, and split in backward.
+    PooledEmbeddingsReduceScatter send the same numbers (torchrec/distributed/comm_ops.py), by the same collectives but
+    for `PooledSharding.single_holder`; there all columns are concatenated in forward, and split in backward.
     """
 
     def __init__(self, sharding: PooledSharding, rows: Tensor, examples: int) -> None:
         self._sharding, self._group = sharding, sharding.group
-        # gloo's all-to-all sends each rank a message, even an empty one: R (R - 1) for a table of one rank, where a
-        # scatter and a gather send R - 1. NCCL's sends no empty ones, and is one call.
-        holders = [rank for rank, widths in enumerate(sharding.widths) if widths]
-        is_single = len(holders) == 1 and sharding.num_rows is None and dist.get_backend(sharding.group) == "gloo"
-        self._holder = holders[0] if is_single else None
+        self._holder = sharding.single_holder
         self._examples = examples
         self._shape = rows.shape
         widths = list(map(sum, sharding.widths))
         self._per_holder = [examples * width for width in widths]
         """Numbers that come from each rank: of its columns, for this rank's examples."""
-        # Most tables are on few of many ranks: the host's time should grow with these.
-        self._widths = [rank_widths for rank_widths in sharding.widths if rank_widths]
-        self._sizes = [size for size in self._per_holder if size]
-        """Columns, and numbers, of ranks that have some."""
+        self._sizes = [examples * sum(widths) for widths in sharding.held_widths]
+        """Of the ranks that have some."""
         self._per_rank = [examples * rows.shape[1]] * len(widths)
         """Numbers that go to each rank."""
         self.on_gradient: list[Callable[[Tensor], None]] = []
@@ -187,7 +181,7 @@ class RowsExchange:
         if self._sharding.num_rows is not None:
             return list(self._buffer.split(self._sharding.widths[0], dim=1))
         columns: list[Tensor] = []
-        for part, widths in zip(self._buffer.split(self._sizes), self._widths, strict=True):
+        for part, widths in zip(self._buffer.split(self._sizes), self._sharding.held_widths, strict=True):
             columns += part.view(self._examples, -1).split(widths, dim=1)
         return columns
 
@@ -201,7 +195,7 @@ class RowsExchange:
             self._work = dist.all_gather_into_tensor(self._buffer, sent, group=self._group, async_op=True)
         else:
             sent = self._buffer.new_empty(sum(self._per_holder))
-            ends = [0, *accumulate(map(len, self._widths))]
+            ends = [0, *accumulate(map(len, self._sharding.held_widths))]
             for part, (first, end) in zip(sent.split(self._sizes), pairwise(ends), strict=True):
                 # Written to where they are sent from, without a copy in between.
                 torch.cat(gradients[first:end], dim=1, out=part.view(self._examples, -1))
