@@ -462,7 +462,8 @@ def test_they_last_longer_than_a_run() -> None:
     alone = seeded(PlainTables)
     for _ in range(3):
         _train_alone(alone, 2)
-    assert max(largest_difference(result["again"], alone.state_dict()).values()) < 1e-6
+    # Six steps of float32: 1.1e-6 in a dense layer on some CPUs, whose matrix products sum in another order.
+    assert max(largest_difference(result["again"], alone.state_dict()).values()) < 3e-6
     expected = _fit_in_one_process(Case(Evaluated), 2)
     assert max(largest_difference(result["validated"], expected).values()) < 1e-6
     assert "its RowWiseAdagrad has stepped before" in result["state"]

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_distrec._compat.gloo import receive_first
+from lightning_distrec._compat import gloo
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 
 NUM_RANKS = 3
@@ -62,7 +62,7 @@ def _compare(runs_at_once: bool) -> tuple[list[Tensor], list[Tensor], int]:
 
     dist.all_to_all_single = counted
     try:
-        with receive_first((0, 1, 1)):
+        with gloo.receive_first((0, 1, 1)):
             actual = _all(runs_at_once)
             # Without sizes it is torch's own.
             dist.all_to_all_single(torch.empty(NUM_RANKS), torch.ones(NUM_RANKS))
@@ -84,7 +84,7 @@ def _on_one_node() -> int:
 
     dist.all_to_all_single = counted
     try:
-        with receive_first((0, 0, 0)):
+        with gloo.receive_first((0, 0, 0)):
             _all(False)
     finally:
         dist.all_to_all_single = original
