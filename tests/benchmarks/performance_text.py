@@ -63,11 +63,9 @@ Medians of another run on the same machine:
   exchanges of the hand-written loop and no more.
 - **Prefetched**, early lookups and early gradients pay for it. Waiting for the control message takes 0.03 ms.
 - **Logged**: `self.log` calls that recur check their arguments once; see [host time](#host-time-of-a-step).
-- **On a link of 200 Mbit/s** every exact contender misses the aim. Rows must be here before gradients can leave, so the
-  bytes themselves are the step: fewer bytes help, as `quantized_comms` shows. In a trace of the link's counters a step
-  sends 1.29 MB (by hand 1.38) each way, which is 51 of its 95 ms. Both directions carry data at once in 12 % of the
-  time, and none does in 18 %. A barrier before each exchange changed nothing (94.7 to 96.8 ms), so it is not that ranks
-  arrive apart."""
+- **On a link of 200 Mbit/s** a step sends 1.29 MB (by hand 1.38) each way, 51 ms of the link. gloo's all-to-all posts
+  sends before receives, and two ranks then use one direction after the other: 0.5 MB each way take 39 ms. Between
+  nodes ours posts receives first (`_compat/gloo.py`), and takes 21 ms. `quantized_comms` sends fewer bytes."""
 """What was found, put here by hand."""
 
 NOTHING_YET = "<!-- to be written -->"
