@@ -79,7 +79,7 @@ def test_mch_has_the_settings_and_the_state_that_we_take() -> None:
 
 def test_update_mch_gives_rows_to_the_ids_of_an_interval() -> None:
     module = mch("users")
-    _collisions.update_mch(module, torch.tensor([50, 7, 50]), {}, 2)
+    _collisions.update_mch(module, _collisions.mch_state(module), torch.tensor([50, 7, 50]), {}, 2)
     learned = _collisions.mch_state(module)
     assert learned[_collisions.MCH_IDS][:3].tolist() == [7, 50, torch.iinfo(torch.int64).max]
     assert sorted(learned[_collisions.MCH_ROWS][:2].tolist()) == sorted(module.evict().tolist())
