@@ -1,6 +1,8 @@
 """Exchanges between nodes whose receives come first: the bits of torch's own all-to-all, in every form of its call."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -50,45 +52,38 @@ def _all(runs_at_once: bool) -> list[Tensor]:
     return [output for output, _ in results]
 
 
-def _compare(runs_at_once: bool) -> tuple[list[Tensor], list[Tensor], int]:
-    _meet()
-    expected, calls = _all(runs_at_once), 0
-    original = dist.all_to_all_single
+@contextmanager
+def _counted_calls() -> Iterator[list[int]]:
+    """Let torch's own function count its calls: an element for each."""
+    original, calls = dist.all_to_all_single, []
 
     def counted(*args: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
+        calls.append(1)
         return original(*args, **options)
 
     dist.all_to_all_single = counted
     try:
-        with gloo.receive_first((0, 1, 1)):
-            actual = _all(runs_at_once)
-            # Without sizes it is torch's own.
-            dist.all_to_all_single(torch.empty(NUM_RANKS), torch.ones(NUM_RANKS))
+        yield calls
         assert dist.all_to_all_single is counted
     finally:
         dist.all_to_all_single = original
-    return expected, actual, calls
+
+
+def _compare(runs_at_once: bool) -> tuple[list[Tensor], list[Tensor], int]:
+    _meet()
+    expected = _all(runs_at_once)
+    with _counted_calls() as calls, gloo.receive_first((0, 1, 1)):
+        actual = _all(runs_at_once)
+        # Without sizes it is torch's own.
+        dist.all_to_all_single(torch.empty(NUM_RANKS), torch.ones(NUM_RANKS))
+    return expected, actual, len(calls)
 
 
 def _on_one_node() -> int:
     _meet()
-    calls = 0
-    original = dist.all_to_all_single
-
-    def counted(*args: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return original(*args, **options)
-
-    dist.all_to_all_single = counted
-    try:
-        with gloo.receive_first((0, 0, 0)):
-            _all(False)
-    finally:
-        dist.all_to_all_single = original
-    return calls
+    with _counted_calls() as calls, gloo.receive_first((0, 0, 0)):
+        _all(False)
+    return len(calls)
 
 
 @pytest.fixture(scope="module")
