@@ -73,14 +73,19 @@ class RankState:
     progress: str = field(default="", compare=False)
 
     @property
+    def is_over(self) -> bool:
+        """Whether nothing more will be said of the rank."""
+        return self.is_gone or self.is_closed
+
+    @property
     def is_running(self) -> bool:
         """Whether the rank is in a run, where it may wait for others."""
-        return self.started > max(self.ended, self.failed) and not (self.is_gone or self.is_closed)
+        return self.started > max(self.ended, self.failed) and not self.is_over
 
     @property
     def lingers(self) -> bool:
         """Whether the rank is leaving, where it may wait for others too."""
-        return self.is_leaving and not (self.is_gone or self.is_closed)
+        return self.is_leaving and not self.is_over
 
 
 @dataclass(frozen=True)

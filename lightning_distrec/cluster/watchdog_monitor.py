@@ -199,20 +199,19 @@ class Monitor:
             await open_door(socket.socket(fileno=descriptor), self._hub.greet, self._hub.receive)
         # asyncio holds tasks weakly.
         tasks = [asyncio.create_task(task) for task in (self._receive_from_rank(), self._receive_from_hub())]
-        while not (self._state.is_gone or self._state.is_closed):
+        while not self._state.is_over:
             await asyncio.sleep(TICK_SECONDS)
             self._tick()
         for _ in range(round(LINGER_SECONDS / TICK_SECONDS)):
-            # A rank may be gone before its process has been connected, by which the hub learns of it.
-            if self._hub.is_needed or (self._state.is_gone and self._writer is None):
+            if self._hub.is_needed:
                 await asyncio.sleep(TICK_SECONDS)
                 self._hub.tick()
+        if self._writer is not None:
+            self._end_sending(self._writer)
+        # A rank may be gone before its process has been connected, by which the hub learns of it.
+        await asyncio.wait(tasks[1:], timeout=LINGER_SECONDS)
         for task in tasks:
             task.cancel()
-        if self._writer is not None:
-            self._writer.close()
-            with contextlib.suppress(OSError):
-                await self._writer.wait_closed()
 
     def _tick(self) -> None:
         limit = self._settings.silence_seconds
@@ -265,9 +264,9 @@ class Monitor:
             os.kill(self._settings.pid, signal.SIGKILL)
 
     async def _receive_from_hub(self) -> None:
-        """Keep a connection to the hub, and receive its messages."""
+        """Keep a connection to the hub, and receive its messages, until the hub has this rank's last state."""
         while True:
-            with contextlib.suppress(OSError, ValueError, asyncio.TimeoutError):
+            try:
                 address = self._settings.host, self._settings.port
                 reader, writer = await asyncio.open_connection(*address, limit=MAX_LINE_BYTES)
                 with contextlib.closing(writer):
@@ -275,9 +274,18 @@ class Monitor:
                     self._writer = writer
                     # Another connection may mean another hub, which knows nothing of this rank.
                     self._send()
+                    if self._state.is_over:
+                        self._end_sending(writer)
                     async for line in reader:
                         self._from_hub = HubMessage(**parse_fields(line))
                         self._ticks["silent"] = 0
+                    if self._state.is_over:
+                        return
+            except ConnectionRefusedError:
+                if self._state.is_over:  # and so is the hub
+                    return
+            except (OSError, ValueError, asyncio.TimeoutError):
+                pass
             await asyncio.sleep(TICK_SECONDS)
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -297,6 +305,16 @@ class Monitor:
     def _send(self) -> None:
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(encode_line(self._state))
+
+    def _end_sending(self, writer: asyncio.StreamWriter) -> None:
+        """Say that this rank's last state is sent; the hub closes the connection once it has read all.
+
+        If this side closed it, the hub's next message would find it gone, and asyncio then drops what the hub has not
+        read yet: that the rank has died.
+        """
+        with contextlib.suppress(OSError):
+            if not writer.is_closing():
+                writer.write_eof()
 
     def _change(self, **changes: object) -> None:
         earlier, self._state = self._state, replace(self._state, **changes)  # type: ignore[arg-type]

@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import json
+import os
 import socket
 import sys
 import threading
+import time
 import traceback
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,7 +18,15 @@ from torch.distributed import DistNetworkError
 
 from lightning_distrec.cluster.door import encode_fields, open_door, read_fields, sign
 from lightning_distrec.cluster.watchdog import Watchdog, find_location, is_network_failure
-from lightning_distrec.cluster.watchdog_monitor import TICK_SECONDS, Hub, HubMessage, RankState, Settings, encode_line
+from lightning_distrec.cluster.watchdog_monitor import (
+    TICK_SECONDS,
+    Hub,
+    HubMessage,
+    Monitor,
+    RankState,
+    Settings,
+    encode_line,
+)
 from lightning_distrec.errors import RankError
 
 SETTINGS = Settings(0, 1, ["a", "a", "b"], "127.0.0.1", 0, None, "a secret", 3.0, 60.0)
@@ -173,6 +183,45 @@ def test_where_ranks_are_is_told_when_one_asks() -> None:
         "ranks 0, 1: batch 1, x.py:1; rank 2 on b: batch 1, y.py:7 in f (all_reduce)"
     )
     assert asyncio.run(_receive(RUNS, 1, SETTINGS.token)).locations == ""
+
+
+async def _write_before_reading() -> str:
+    """Return the verdict of a hub that is busy while a rank dies, and whose next two messages come before it reads."""
+    hub, listener = Hub(SETTINGS), socket.create_server(("127.0.0.1", 0))
+    await open_door(listener, hub.greet, hub.receive)
+    port = listener.getsockname()[1]
+    reader, writer = await _connect(port, 0, SETTINGS.token)
+    writer.write(encode_line(RUNS[0]))
+    has_connected, has_died = threading.Event(), threading.Event()
+
+    async def watch_rank() -> None:
+        from_rank = asyncio.StreamReader()
+        from_rank.feed_data(encode_fields({"started": 1}))
+        settings = replace(SETTINGS, rank=2, port=port, pid=os.getppid())
+        watch = asyncio.create_task(Monitor(settings, from_rank).run())
+        await asyncio.to_thread(has_connected.wait)
+        from_rank.feed_data(encode_fields({"is_gone": True}))
+        await asyncio.sleep(0)
+        has_died.set()
+        await watch
+
+    watcher = asyncio.create_task(asyncio.to_thread(asyncio.run, watch_rank()))
+    while b'"verdict": ""' not in await _at_once(reader) or len(hub._writers) < 2:
+        hub.tick()
+    has_connected.set()
+    has_died.wait()
+    for _ in range(3):
+        time.sleep(2 * TICK_SECONDS)
+        hub.tick()
+    await watcher
+    hub.tick()
+    received = await _at_once(reader)
+    writer.close()
+    return HubMessage(**json.loads(received.splitlines()[-1])).verdict
+
+
+def test_a_busy_hub_hears_of_a_death_after_it_has_written_to_the_dead_ranks_process() -> None:
+    assert asyncio.run(_write_before_reading()).startswith("rank 2 on b has died")
 
 
 def test_a_stranger_is_not_listened_to() -> None:
