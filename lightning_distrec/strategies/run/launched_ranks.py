@@ -19,6 +19,7 @@ from torch.multiprocessing.spawn import ProcessException
 
 from lightning_distrec._compat.lightning_checkpoints import upload_folders_too
 from lightning_distrec._compat.lightning_launchers import ForkLauncher, check_cuda_before_fork
+from lightning_distrec._compat.torch import default_store
 from lightning_distrec.checkpoint.save import wait_for_checkpoint
 from lightning_distrec.cluster.consensus import CONTINUE, job_consensus
 from lightning_distrec.cluster.environment import LaunchedRanks, check_numbers, check_variables, complete_launched
@@ -249,6 +250,7 @@ def connect_ranks(strategy: Any, backend: str, waits: Waits, sets_threads: bool,
                 f"this Trainer has {quantity(num_ranks, 'rank')}, and this process is one of {num_before}, of an "
                 "earlier Trainer. Use one number of ranks in a program; in a notebook, restart the kernel."
             )
+        _find_place(strategy, default_store(), trainer_nodes)
         return
     timeout, start_seconds = waits.timeout, min(waits.start_seconds, waits.timeout.total_seconds())
     environment, launched, device = strategy.cluster_environment, strategy.launched, strategy.root_device
@@ -270,9 +272,7 @@ def connect_ranks(strategy: Any, backend: str, waits: Waits, sets_threads: bool,
         reserve_open_files(num_ranks, backend)
     store = meet(point, rank, num_ranks, start_seconds, log_on_rank, names, **watches)
     store.set_timeout(timeout)
-    if launched is not None and launched.place is not None:
-        launched = environment.launched = complete_launched(launched, store)
-        check_trainer(strategy, trainer_nodes)
+    _find_place(strategy, store, trainer_nodes)
     num_nodes = strategy.num_nodes
     # Before the process group is made: gloo and NCCL read their interface from the environment when they connect.
     if num_nodes > 1:
@@ -298,6 +298,13 @@ def connect_ranks(strategy: Any, backend: str, waits: Waits, sets_threads: bool,
         f"{quantity(num_ranks, 'rank')} on {quantity(num_nodes, 'node')}, started by {launcher}, exchange by "
         f"{backend}{over}."
     )
+
+
+def _find_place(strategy: Any, store: Any, trainer_nodes: int) -> None:
+    """Collective. Count the nodes of ranks that were started by hand, once per process. Raises as `connect_ranks`."""
+    if strategy.launched is not None and strategy.launched.place is not None:
+        strategy.cluster_environment.launched = complete_launched(strategy.launched, store)
+        check_trainer(strategy, trainer_nodes)
 
 
 def _meeting_point(environment: ClusterEnvironment) -> MeetingPoint:

@@ -14,11 +14,10 @@ from tests.benchmarks.performance_rounds import join_ranks, silence
 from tests.support.ranks import run_on_ranks
 
 FEW, MANY = 8, 24
-LIMIT = 436
+LIMIT = 401
 """Of functions of ours in a step with FEW tables; each takes 0.3 to 1 microseconds. Lower it when there are fewer.
 
-Two are the environment's, which Lightning asks: ours where ranks have RANK, as here. Such ranks count as two nodes,
-between which gloo's exchanges are single messages: 35 are theirs.
+Two are the environment's, which Lightning asks: ours where ranks have RANK, as here.
 """
 LIMIT_OF_A_TABLE = 0.1
 """Of functions of ours for each further table."""

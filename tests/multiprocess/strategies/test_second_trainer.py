@@ -8,13 +8,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 from lightning_distrec import PipelineParallelStrategy, TorchRecShardedStrategy, TunedDDPStrategy, TunedFSDPStrategy
 from tests.support.dense_models import WIDTH, Recording, loader, whole_batches
-from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_ranks
 from tests.support.trainers import DEFAULTS
 
 STRATEGIES: dict[str, Callable[[], Any]] = {
@@ -117,3 +118,16 @@ def test_trainers_share_a_strategy_or_are_told_why_not(actual: list[dict[str, An
         assert torch.equal(results[name]["exchanged"][1 - rank][0][1], torch.arange(2))
         assert "the ranks have not met yet" in said["early"]
         assert said["types"] == "RankError: rank 1: a value of type object cannot be sent to other ranks"
+
+
+def _join_and_fit() -> tuple[int, int, int]:
+    """Return the nodes that a Trainer counts, and this rank's, in a process group that a script has made before."""
+    rank, num_ranks = rank_and_num_ranks()
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    strategy = TorchRecShardedStrategy()
+    _fit(_trainer(strategy), "torchrec_sharded")
+    return strategy.num_nodes, strategy.node_rank, strategy.local_rank
+
+
+def test_ranks_that_have_met_before_the_trainer_count_their_nodes_too() -> None:
+    assert run_on_ranks(_join_and_fit, 2) == [(1, 0, 0), (1, 0, 1)]
