@@ -320,6 +320,11 @@ class PooledSharding:
     """By which gradients of rows are divided, for the mean over the ranks' losses."""
 
     @cached_property
+    def rank_widths(self) -> list[int]:
+        """The columns of each rank."""
+        return list(map(sum, self.widths))
+
+    @cached_property
     def held_widths(self) -> list[list[int]]:
         """The widths of the ranks that have outputs. Most of many ranks have none: the host's time is not for them."""
         return [rank_widths for rank_widths in self.widths if rank_widths]

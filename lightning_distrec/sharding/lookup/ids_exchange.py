@@ -246,9 +246,9 @@ def start_exchange(
 def _join_by_rank(tensors: list[Tensor], sizes: list[list[int]]) -> Tensor:
     """Return what each rank gets of all tensors, rank by rank. sizes: of each tensor, for each rank."""
     # Ranks without rows get nothing, and take no time of this one: of many ranks that may be most.
-    parts = [iter(tensor.split([n for n in counts if n])) for tensor, counts in zip(tensors, sizes, strict=True)]
+    parts = [iter(tensor.split(list(filter(None, counts)))) for tensor, counts in zip(tensors, sizes, strict=True)]
     per_rank = zip(*sizes, strict=True)
-    return torch.cat([next(part) for counts in per_rank for part, n in zip(parts, counts, strict=True) if n])
+    return torch.cat([next(part) for counts in per_rank for part, size in zip(parts, counts, strict=True) if size])
 
 
 def _short(request: LookupRequest) -> ShortIds:

@@ -135,10 +135,10 @@ class RowsExchange:
         self._holder = sharding.single_holder
         self._examples = examples
         self._shape = rows.shape
-        widths = list(map(sum, sharding.widths))
+        widths = sharding.rank_widths
         self._per_holder = [examples * width for width in widths]
         """Numbers that come from each rank: of its columns, for this rank's examples."""
-        self._sizes = [examples * sum(widths) for widths in sharding.held_widths]
+        self._sizes = list(filter(None, self._per_holder))
         """Of the ranks that have some."""
         self._per_rank = [examples * rows.shape[1]] * len(widths)
         """Numbers that go to each rank."""
