@@ -74,7 +74,7 @@ class RankState:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will be said of the rank."""
+        """Whether nothing more will come of the rank."""
         return self.is_gone or self.is_closed
 
     @property
