@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -261,12 +262,18 @@ class JobConsensus:
 
     world: Any
     general: Consensus
-    """For everything that is agreed on now and then."""
+    """For everything that is agreed on now and then, and for checkpoints that the main thread writes."""
     steps: Consensus
     """For the one message of every step. A rank whose step fails reports that here while others may be in the middle of
     a collective of `general`: gloo aborts a process whose messages meet others of another size."""
-    checkpoints: Consensus
-    """For the thread that writes checkpoints, as no group may be used by two threads at once. It sends no flags."""
+
+    @cached_property
+    def writing_thread(self) -> Consensus:
+        """Collective, the first time. For the thread that writes checkpoints: no two threads may use a group at once.
+
+        It sends no flags. Made where checkpoints are written so: each group of gloo's has three threads, and connects.
+        """
+        return Consensus(self.general.timeout.total_seconds(), self.general.flags)
 
 
 _latest: JobConsensus | None = None
@@ -280,7 +287,7 @@ def job_consensus(timeout_seconds: float) -> JobConsensus:
     # first was destroyed, gets its own.
     if _latest is None or _latest.world is not world:
         flags = RankFlags()
-        _latest = JobConsensus(world, *(Consensus(timeout_seconds, flags) for _ in range(3)))
+        _latest = JobConsensus(world, *(Consensus(timeout_seconds, flags) for _ in range(2)))
     return _latest
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -56,9 +56,9 @@ class Checkpointing:
     def __init__(
         self, options: CheckpointOptions, consensus: Consensus, writer_ranks: Consensus, module: LightningModule
     ) -> None:
-        """writer_ranks: a consensus of its own for the thread that writes while training goes on."""
+        """writer_ranks: where a thread writes while training goes on, a consensus of its own."""
         self.options = options
-        self._ranks, self._writer_ranks = consensus, writer_ranks
+        self._ranks = consensus
         self._saver = Saver(writer_ranks, options.async_save, options.writing_limit)
         self._module = module
         self._tables: SavedTables | None = None
@@ -107,12 +107,13 @@ class Checkpointing:
     def _own_optimizers(self) -> list[Optimizer]:
         return [] if self._tables is None else self._tables.own_optimizers
 
-    def require_all_ranks(self) -> None:
-        """Collective, before a checkpoint after an exception. Raises CheckpointError: a rank is missing for 20 s."""
-        # First, because the thread that writes uses the group of the barrier below.
+    def require_all_ranks(self, meet: Callable[[float], bool]) -> None:
+        """Collective, before a checkpoint after an exception. Raises CheckpointError: a rank is missing for 20 s.
+
+        meet: returns whether all ranks arrive within some seconds.
+        """
         self._saver.finish(LEAVING_SECONDS)
-        # Over the writer's own group: the others may be in a collective of training, which this must not meet.
-        if not self._writer_ranks.barrier(MEETING_SECONDS):
+        if not meet(MEETING_SECONDS):
             raise CheckpointError(
                 f"no checkpoint is saved after the exception above: it was raised on rank {self._ranks.rank}, and not "
                 f"all of the other ranks arrived to save their shards within {MEETING_SECONDS:.0f} s."

@@ -19,8 +19,8 @@ NOTE_SECONDS = 10.0
 _RUNS = "lightning_distrec/runs/"
 
 
-def wait_for_all(place: str, limit_seconds: float, look: Callable[[float, int], object]) -> None:
-    """Wait for all ranks to come to a place, up to a time: one may be gone, or may wait for this one in a collective.
+def wait_for_all(place: str, limit_seconds: float, look: Callable[[float, int], object]) -> bool:
+    """Return whether all ranks come to a place within a time: one may be gone, or wait for this one in a collective.
 
     By the process group's store, and not by a collective: ranks that have gone on to something else would match its
     messages with their own. look: called with the seconds waited and the number of ranks so far; ends the wait by what
@@ -33,6 +33,7 @@ def wait_for_all(place: str, limit_seconds: float, look: Callable[[float, int], 
         time.sleep(pause)
         pause = min(2 * pause, 0.02)
         num_arrived = store.add(place, 0)
+    return num_arrived >= num_ranks
 
 
 class CallsOutside:
@@ -42,16 +43,24 @@ class CallsOutside:
     """
 
     def __init__(self) -> None:
-        self._num_runs = self._num_calls = 0
+        self._num_runs = self._num_calls = self._num_failures = 0
         self._timeout_seconds = 0.0
 
     def begin_run(self, timeout: timedelta) -> None:
         """Let ranks that are in a call after the run before know that this rank has begun another."""
-        self._num_runs, self._num_calls = self._num_runs + 1, 0
+        self._num_runs, self._num_calls, self._num_failures = self._num_runs + 1, 0, 0
         self._timeout_seconds = timeout.total_seconds()
         # Before the first run there is no group, nor a sharded module to call.
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             default_store().add(f"{_RUNS}{self._num_runs}", 1)
+
+    def meet_after_failure(self, seconds: float) -> bool:
+        """Return whether all ranks come here within some seconds, each after an exception in the run."""
+        self._num_failures += 1
+        try:
+            return wait_for_all(f"{_RUNS}{self._num_runs}/failure {self._num_failures}", seconds, lambda *_: None)
+        except RuntimeError:  # rank 0, whose process holds the store, is gone
+            return False
 
     def meet(self, path: str) -> None:
         """Collective. Wait for all ranks to call what is sharded at `path`. Raises ShardingError: they do not."""

@@ -120,7 +120,7 @@ class CheckpointHooks(DDPStrategy):
         # they save too, or this one would wait for them.
         if self.module.trainer.interrupted:
             PROCESS.has_failed = True
-            checkpoints.require_all_ranks()
+            checkpoints.require_all_ranks(PROCESS.calls_outside.meet_after_failure)
         return {key: as_chunked(value) or value for key, value in super().lightning_module_state_dict().items()}
 
     def full_state_dict(self) -> dict[str, Any]:

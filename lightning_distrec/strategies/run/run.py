@@ -54,7 +54,8 @@ def start_session(
     # Groups of the process last as long as its default process group, which all Trainers of a program share.
     job = job_consensus(timeout_seconds)
     if earlier is None or earlier.consensus is not job.general:
-        checkpoints = Checkpointing(options, job.general, job.checkpoints, module)
+        writers = job.writing_thread if options.async_save else job.general
+        checkpoints = Checkpointing(options, job.general, writers, module)
         # Gathered, not computed: torchrun's agents and Slurm steps may have unequal numbers of ranks.
         nodes = NodeLayout.gathered(job.general.all_gather(place))
         earlier = Session(consensus=job.general, step_consensus=job.steps, checkpoints=checkpoints, nodes=nodes)
