@@ -13,6 +13,8 @@ from lightning_distrec.errors import ShardingError
 
 FAREWELL = "farewell"
 """In the store: the number of ranks that have reached their end."""
+DEPARTURES = "departures"
+"""In the store: the number of ranks that ask it no more."""
 NOTE_SECONDS = 10.0
 """After this long, a rank says what it waits for."""
 
@@ -34,6 +36,19 @@ def wait_for_all(place: str, limit_seconds: float, look: Callable[[float, int], 
         pause = min(2 * pause, 0.02)
         num_arrived = store.add(place, 0)
     return num_arrived >= num_ranks
+
+
+def leave_together(limit_seconds: float) -> None:
+    """Wait for all ranks to reach their end; rank 0, whose process holds the store, until the others ask no more.
+
+    Otherwise torch prints a stack trace for each rank that still asks, or waits for an answer.
+    """
+    if not wait_for_all(FAREWELL, limit_seconds, lambda *_: None):
+        return
+    if dist.get_rank() == 0:
+        wait_for_all(DEPARTURES, limit_seconds, lambda *_: None)
+    else:
+        default_store().add(DEPARTURES, 1)
 
 
 class CallsOutside:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.environments import environment
-from tests.support.launches import start
+from tests.support.launches import ended, start
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.ports import free_port
 
@@ -102,3 +102,23 @@ def test_a_rank_that_ends_before_the_ranks_meet_is_named_within_seconds(tmp_path
         assert process.returncode == 1
         assert expected in errors, errors[-3000:]
     assert "not within 3 s (start_seconds, or timeout_seconds)" in errors
+
+
+LEAVING = """
+import os, sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from lightning_distrec.strategies.run.calls_outside import leave_together
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", f"tcp://127.0.0.1:{sys.argv[2]}", timedelta(seconds=60), 3, rank)
+time.sleep(0 if rank else 1)
+leave_together(30)
+os._exit(0)
+"""
+
+
+def test_ranks_leave_before_the_one_that_holds_the_store() -> None:
+    port = str(free_port())
+    _, errors = ended(*(start(sys.executable, "-c", LEAVING, str(rank), port) for rank in range(3)))
+    assert "c10d" not in errors, "torch prints a stack trace where the store has gone"
