@@ -2,8 +2,9 @@
 
     python -m tests.benchmarks.ranks [2 8 16 ...] [--steps 40] [--write]
 
-8 tables of 2,000 x 16, 8 examples a rank, over gloo, under torchrec_sharded and Lightning's ddp: sockets, threads and
-memory of a rank, seconds from Trainer.fit to the first step, and a step's wall and processor time. Ranks share the
+8 tables of 2,000 x 16, 8 examples a rank, over gloo, under torchrec_sharded and Lightning's ddp, and in TorchRec's own
+loop, written by hand: sockets, threads and memory of a rank, seconds until the first step, and a step's wall and
+processor time. Ranks share the
 machine's cores, so a step's wall time grows with their number; its processor time is what one rank pays. Ranks are
 forked from one process, and share its libraries' memory: they count a part of it each. 64 ranks take 19 GiB.
 --write puts the table into docs/scale.md.
@@ -16,6 +17,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,21 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded, here and in the r
 
 import lightning.pytorch as pl  # noqa: E402
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor  # noqa: E402
+from torchrec.distributed import DistributedModelParallel  # noqa: E402
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder  # noqa: E402
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology  # noqa: E402
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist  # noqa: E402
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward  # noqa: E402
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper  # noqa: E402
+from torchrec.optim.optimizers import in_backward_optimizer_filter  # noqa: E402
 
 from lightning_distrec._compat.torch import default_store  # noqa: E402
 from tests.benchmarks.page import table  # noqa: E402
-from tests.support.ranks import run_on_ranks  # noqa: E402
+from tests.support.ranks import rank_and_num_ranks, run_on_ranks  # noqa: E402
 from tests.support.trainers import make_ddp_trainer, make_trainer  # noqa: E402
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "scale.md", Path(__file__).with_name("scale_page.md")
@@ -38,7 +49,7 @@ TABLES, ROWS, DIM, EXAMPLES = 8, 2_000, 16, 8
 WARM_UP_STEPS = 10
 DATA_SEGMENTS_SENT = 156
 """The place of tcpi_data_segs_out in struct tcp_info. Source: linux/tcp.h."""
-OURS, DDP = "torchrec_sharded", "Lightning's ddp"
+OURS, DDP, HAND = "torchrec_sharded", "Lightning's ddp", "TorchRec by hand"
 HEADINGS = [
     "ranks",
     "strategy",
@@ -95,6 +106,10 @@ class Clock(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note the time of the set-up."""
+        self.note_start()
+
+    def note_start(self) -> None:
+        """Note what the set-up took, at its end."""
         self.start_seconds = time.perf_counter() - self.began
         self.requests = count_store_requests()
 
@@ -105,11 +120,14 @@ class Clock(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Measure while all groups are open."""
+        self.measure(trainer.global_step - WARM_UP_STEPS)
+
+    def measure(self, num_steps: int) -> None:
+        """Note what so many steps took, and what this process has open."""
         wall, processor = (
             now - time_before
             for now, time_before in zip((time.perf_counter(), time.process_time()), self.times, strict=True)
         )
-        num_steps = trainer.global_step - WARM_UP_STEPS
         pss = next(line for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if line.startswith("Pss:"))
         self.measured = Measured(
             count_sockets() - self.inherited_sockets,
@@ -164,6 +182,52 @@ def train(strategy: str, num_steps: int) -> Measured:
     return clock.measured
 
 
+class SmallByHand(nn.Module):
+    """The same model for TorchRec's own loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        names = [f"t{number}" for number in range(TABLES)]
+        tables = [
+            EmbeddingBagConfig(name=f"table_{name}", feature_names=[name], num_embeddings=ROWS, embedding_dim=DIM)
+            for name in names
+        ]
+        self.tables = EmbeddingBagCollection(tables)
+        self.top = nn.Linear(TABLES * DIM, 1)
+
+    def forward(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
+        """Return the loss, twice, as torchrec's pipeline expects it."""
+        loss = self.top(self.tables(features).values()).square().mean()
+        return loss, loss.detach()
+
+
+def train_by_hand(num_steps: int) -> Measured:
+    """Return what a rank measures in torchrec's TrainPipelineSparseDist, planned by torchrec's planner."""
+    torch.manual_seed(1)
+    clock, (rank, num_ranks) = Clock(), rank_and_num_ranks()
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    net, device, sharder = SmallByHand(), torch.device("cpu"), EmbeddingBagCollectionSharder()
+    apply_optimizer_in_backward(torch.optim.SGD, net.tables.parameters(), {"lr": 0.01})
+    planner = EmbeddingShardingPlanner(topology=Topology(num_ranks, "cpu", local_world_size=num_ranks))
+    plan = planner.collective_plan(net, [sharder], dist.group.WORLD)  # type: ignore[list-item]
+    model = DistributedModelParallel(net, device=device, plan=plan, sharders=[sharder])  # type: ignore[list-item]
+    dense = KeyedOptimizerWrapper(
+        dict(in_backward_optimizer_filter(model.named_parameters())),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+    )
+    pipeline = TrainPipelineSparseDist(model, CombinedOptimizer([model.fused_optimizer, dense]), device)
+    keys, lengths = [f"t{number}" for number in range(TABLES)], torch.full((TABLES * EXAMPLES,), 2)
+    ids = torch.randint(0, ROWS, (WARM_UP_STEPS + num_steps, TABLES * EXAMPLES * 2))
+    batches = iter([KeyedJaggedTensor(keys, values, lengths=lengths) for values in ids])
+    clock.note_start()
+    for index in range(WARM_UP_STEPS + num_steps):
+        if index == WARM_UP_STEPS:
+            clock.times = time.perf_counter(), time.process_time()
+        pipeline.progress(batches)
+    clock.measure(num_steps)
+    return clock.measured
+
+
 def main() -> None:
     """Measure, print, and write the section where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -173,8 +237,9 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     for num_ranks in options.ranks:
-        for strategy in (OURS, DDP):
-            measured = run_on_ranks(train, num_ranks, strategy, options.steps, timeout_seconds=600)
+        for strategy in (OURS, HAND, DDP):
+            run = partial(train, strategy) if strategy != HAND else train_by_hand
+            measured = run_on_ranks(run, num_ranks, options.steps, timeout_seconds=600)
             columns = (max(values) for values in zip(*map(astuple, measured), strict=True))
             sockets, threads, requests, *others = columns
             numbers = [f"{number:.{digits}f}" for number, digits in zip(others, (0, 1, 1, 1), strict=True)]
