@@ -183,6 +183,15 @@ class Columns:
         columns._encoder = Encoder(plain)
         return columns
 
+    def select(self, names: Iterable[str]) -> "Columns":
+        """Return the mapping of these features alone, without labels: of films without people, say."""
+        columns = Columns({name: self.features[name] for name in names}, form=self.form)
+        plain = self.to_plain()
+        vocabularies = {table: plain["vocabularies"][table] for table in columns.tables.keys() & plain["vocabularies"]}
+        features = {name: plain["features"][name] for name in columns.features}
+        columns._encoder = Encoder({**plain, "features": features, "label": None, "vocabularies": vocabularies})
+        return columns
+
     def check_schema(self, schema: pa.Schema, place: str = "the data") -> None:
         """Raise DataError where a column is missing in `place`, or has a type that its feature cannot read."""
         for column in self.columns:

@@ -1,7 +1,6 @@
 """The batches: MovieLens interactions in order of time, each with what was known just before it."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -9,9 +8,9 @@ import torch
 from pyarrow import compute
 from torch import Tensor
 
-from lightning_distrec.data import ColumnData
 from lightning_distrec.errors import ConfigError, DataError
-from recipes.movielens.folder import Folder, Ratings, fetch_movielens_100k, read_folder
+from recipes.movielens.columns import FolderColumns, film_table, people_table
+from recipes.movielens.folder import Folder, Ratings
 from recipes.movielens_dlrm.baseline import Scores, mean_rates_score
 from recipes.movielens_dlrm.features import DENSE, FEATURES, count_past, is_old_user, latest_items
 
@@ -19,7 +18,7 @@ from recipes.movielens_dlrm.features import DENSE, FEATURES, count_past, is_old_
 ZIP_PREFIX_LENGTH = 1
 
 
-class MovieLensDataModule(ColumnData):
+class MovieLensDataModule(FolderColumns):
     """Will this user like this film? A rating of 4 or more is a like.
 
     Split by time: the oldest interactions train, the next validate, the newest test. Every feature that counts
@@ -58,22 +57,13 @@ class MovieLensDataModule(ColumnData):
             )
         histories = ("recent_likes", "recent_dislikes")
         lengths = {name: replace(FEATURES[name], max_length=history_length) for name in histories}
-        # Tables come with setup: until then there is no file.
-        super().__init__(
-            train=[], features=FEATURES | lengths, label="like", batch_size=batch_size, num_workers=num_workers
-        )
-        self.data_dir = data_dir
-        self.download_dir = cache_dir
+        sizes = {"batch_size": batch_size, "num_workers": num_workers}
+        super().__init__(FEATURES | lengths, "like", data_dir=data_dir, cache_dir=cache_dir, **sizes)
         self.history_length = history_length
         self.like_from_rating = like_from_rating
         self.fractions = (val_fraction, test_fraction)
         self.events: dict[str, range] = {}
         self.ratings: Ratings
-
-    def prepare_data(self) -> None:
-        """Download MovieLens-100k if no folder was given and it is not here yet; one process per node does this."""
-        if self.data_dir is None:
-            fetch_movielens_100k(Path(self.download_dir))
 
     def setup(self, stage: str | None = None) -> None:
         """Read the folder and split it; every process does this, with the same result.
@@ -82,14 +72,15 @@ class MovieLensDataModule(ColumnData):
         """
         if self.events:
             return
-        path = Path(self.data_dir or self.download_dir)
-        folder = read_folder(path)
+        folder = self.read_folder()
         table = build_table(folder, history_length=self.history_length, like_from_rating=self.like_from_rating)
         train_end, val_end = split_times(folder.ratings.times, *self.fractions)
         events = {"train": range(train_end), "val": range(train_end, val_end), "test": range(val_end, len(table))}
         for name, part in events.items():
             if len(part) == 0:
-                raise DataError(f"{path}: nothing to {name} with; {len(table)} interactions cannot be split by time.")
+                raise DataError(
+                    f"{self.folder}: nothing to {name} with; {len(table)} interactions cannot be split by time."
+                )
         self.sources |= {name: table.slice(part.start, len(part)) for name, part in events.items()}
         self.events, self.ratings = events, folder.ratings
         super().setup(stage)
@@ -115,37 +106,22 @@ def build_table(folder: Folder, *, history_length: int, like_from_rating: float)
     """Turn a folder into a row for each interaction, in order of time, with the columns of FEATURES and `like`."""
     ratings = folder.ratings
     likes = (ratings.ratings >= like_from_rating).astype(np.int64)
-    zip_prefixes = [code[:ZIP_PREFIX_LENGTH] for code in folder.user_columns["zip_code"]]
-    people, films = folder.user_columns | {"zip": zip_prefixes}, folder.item_columns
-    by_user = {name: _texts(people[name], ratings.users) for name in ("user_id", "gender", "occupation", "zip")}
-    by_item = {name: _texts(films[name], ratings.items) for name in ("item_id", "genres")}
+    people, films = people_table(folder).take(ratings.users), film_table(folder).take(ratings.items)
+    user, item = people["user"], films["item"].combine_chunks()
     user_past = count_past(ratings.users, ratings.times, likes)
     item_past = count_past(ratings.items, ratings.times, likes)
     dense = [*user_past.dense_columns(), *item_past.dense_columns()]
-    user, item = by_user.pop("user_id"), by_item.pop("item_id")
     num_dislikes = user_past.events - user_past.likes
     return pa.table({
+        **{name: people[name] for name in ("age", "gender", "occupation")},
+        **{name: films[name] for name in ("item", "genres", "year")},
         "user": compute.if_else(is_old_user(ratings.users, ratings.times), user, None),
-        "item": item,
+        "zip": compute.utf8_slice_codeunits(people["zip"], 0, ZIP_PREFIX_LENGTH),
         "recent_likes": latest_items(ratings.users, item, likes, user_past.likes, history_length),
         "recent_dislikes": latest_items(ratings.users, item, 1 - likes, num_dislikes, history_length),
-        "age": _whole_numbers(people["age"], ratings.users),
-        "year": _whole_numbers(films["release_year"], ratings.items),
-        **by_user,
-        **by_item,
         **dict(zip(DENSE, dense, strict=True)),
         "like": likes,
     })
-
-
-def _texts(texts: list[str], rows: np.ndarray) -> pa.Array:
-    """Return the texts of `rows`; an empty one is missing."""
-    return pa.array([text or None for text in texts], pa.string()).take(pa.array(rows))
-
-
-def _whole_numbers(texts: list[str], rows: np.ndarray) -> pa.Array:
-    """Return the numbers of `rows`; what is no whole number is missing."""
-    return pa.array([int(text) if text.isdecimal() else None for text in texts], pa.int64()).take(pa.array(rows))
 
 
 def split_times(times: np.ndarray, val_fraction: float, test_fraction: float) -> tuple[int, int]:

@@ -7,7 +7,7 @@ import pyarrow as pa
 
 from lightning_distrec.data import Bucketize, Columns, Number, Vocabulary
 from lightning_distrec.data.features import Feature
-from recipes.movielens.ids import AGE_EDGES, YEAR_EDGES
+from recipes.movielens.columns import AGE_EDGES, YEAR_EDGES
 
 DENSE = ("user_events", "user_like_rate", "item_events", "item_like_rate")
 """Columns of the dense numbers. All count strictly earlier events only."""

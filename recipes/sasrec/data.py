@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_distrec.errors import ConfigError
-from recipes.loaders import load_batches
 from recipes.movielens.folder import fetch_movielens_100k, read_folder
 from recipes.movielens.sequences import Sequences, leave_one_out
 
@@ -127,5 +126,17 @@ class SequenceDataModule(pl.LightningDataModule):
         return self._dataloader(self.sequences.parts["test"], shuffle=False)
 
     def _dataloader(self, ends: np.ndarray, *, shuffle: bool) -> DataLoader:
-        dataset = self.windows(self.sequences, ends, self.length)
-        return load_batches(dataset, self.batch_size, shuffle=shuffle, num_workers=self.num_workers)
+        return DataLoader(
+            self.windows(self.sequences, ends, self.length),
+            batch_size=self.batch_size,
+            shuffle=shuffle,
+            num_workers=self.num_workers,
+            pin_memory=torch.cuda.is_available(),  # page-locked batches go to a GPU while it computes
+            persistent_workers=self.num_workers > 0,
+            collate_fn=_already_a_batch,  # type: ignore[arg-type]  # __getitems__ makes it
+        )
+
+
+def _already_a_batch(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    # A function at module level, so that workers can receive it.
+    return batch

@@ -1,68 +1,32 @@
 """The batches: a person with the films seen so far, and the film seen next."""
 
-from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
+from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
+import pyarrow as pa
 import torch
+from pyarrow import compute
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from lightning_distrec.errors import ConfigError
-from recipes.loaders import load_batches
-from recipes.movielens.folder import fetch_movielens_100k, read_folder
+from recipes.movielens.columns import FolderColumns, film_table, people_table
 from recipes.movielens.sequences import Sequences, leave_one_out
-from recipes.two_tower.features import Catalogue, build_catalogue
+from recipes.two_tower.features import FILM, PERSON
 
 # Every tenth example trains with an unknown person, so that the model can serve somebody who is not in the data.
 UNKNOWN_EVERY = 10
 
 
-class NextFilms(Dataset):
-    """Events of one part of the split; a batch is cut out of ready arrays in one go."""
+class NextFilmDataModule(FolderColumns):
+    """Which film will this person rate next? Leaves one out: the last film tests, the one before validates.
 
-    def __init__(self, catalogue: Catalogue, sequences: Sequences, part: str, history_length: int) -> None:
-        """part: "train", "val" or "test"."""
-        self.catalogue = catalogue
-        self.sequences = sequences
-        self.events = sequences.parts[part]
-        self.history_length = history_length
-        self.training = part == "train"
-        watched = np.bincount(sequences.items[sequences.parts["train"]], minlength=catalogue.num_films + 1)
-        # A film that was never watched counts as watched once: its logarithm must exist.
-        self.log_shares = torch.from_numpy(np.log(np.maximum(watched, 1) / len(sequences.parts["train"]))).float()
+    `ids` of a batch are the features of people, then those of films. `label`: (batch_size, 3): the film's position in
+    the catalogue, the logarithm of its share of the training rows, and which row of its part this is.
+    """
 
-    def __len__(self) -> int:
-        return len(self.events)
-
-    def __getitem__(self, number: int) -> dict[str, Tensor]:
-        return self.__getitems__([number])
-
-    def __getitems__(self, numbers: Sequence[int]) -> dict[str, Tensor]:
-        """Return the batch of these events; DataLoader calls this once per batch.
-
-        person_ids, person_lengths, film_ids, film_lengths: see Catalogue. item: (batch_size,) int64, the film to find.
-        log_share: (batch_size,) float32, logarithm of its share of the training events. seen: (batch_size, most) int64,
-        all films seen before, filled up with 0; only in validation and test.
-        """
-        events = self.events[np.asarray(numbers)]
-        users, items = 1 + self.sequences.users[events], torch.from_numpy(self.sequences.items[events])
-        if self.training:
-            users = np.where(np.asarray(numbers) % UNKNOWN_EVERY == 0, 0, users)
-        histories = torch.from_numpy(self.sequences.histories(events, self.history_length)[0])
-        batch = self.catalogue.person_batch(torch.from_numpy(users), histories) | self.catalogue.film_batch(items)
-        batch |= {"item": items, "log_share": self.log_shares[items]}
-        if not self.training:
-            most = int((events - self.sequences.starts[events]).max())
-            batch["seen"] = torch.from_numpy(self.sequences.histories(events, most)[0])
-        return batch
-
-
-class NextFilmDataModule(pl.LightningDataModule):
-    """Which film will this person rate next? Leaves one out: the last film tests, the one before validates."""
-
-    catalogue: Catalogue
+    films: pa.Table
+    """The catalogue: what films are made of."""
     sequences: Sequences
 
     def __init__(
@@ -82,56 +46,76 @@ class NextFilmDataModule(pl.LightningDataModule):
             history_length: how many of the person's latest films the model sees.
             num_workers: processes that build batches; 0 builds them in the training process, which is fast enough here.
         """
-        super().__init__()
         if batch_size < 2 or history_length < 1:
             raise ConfigError(
                 f"batch_size={batch_size}, history_length={history_length}: the first must be at least 2, "
                 "since the negatives are the batch's other films, and the second at least 1."
             )
-        self.data_dir = data_dir
-        self.cache_dir = cache_dir
-        self.batch_size = batch_size
+        person = PERSON | {"history": replace(PERSON["history"], max_length=history_length)}
+        sizes = {"batch_size": batch_size, "num_workers": num_workers}
+        labels = ["film", "log_share", "row"]
+        super().__init__(person | FILM, labels, data_dir=data_dir, cache_dir=cache_dir, **sizes)
         self.history_length = history_length
-        self.num_workers = num_workers
-
-    def prepare_data(self) -> None:
-        """Download MovieLens-100k if no folder was given and it is not here yet; one process per node does this."""
-        if self.data_dir is None:
-            fetch_movielens_100k(Path(self.cache_dir))
 
     def setup(self, stage: str | None = None) -> None:
         """Read the folder and split it; every process does this, with the same result.
 
         Raises DataError: the folder is missing or malformed, or nobody has three films.
         """
-        if not hasattr(self, "catalogue"):
-            folder = read_folder(Path(self.data_dir or self.cache_dir))
-            self.catalogue, self.sequences = build_catalogue(folder), leave_one_out(folder.ratings)
+        if self.groups:
+            return
+        folder = self.read_folder()
+        self.sequences, self.films = leave_one_out(folder.ratings), film_table(folder)
+        people = people_table(folder)
+        self.sources |= {part: self._examples(part, people) for part in ("train", "val", "test")}
+        super().setup(stage)
 
-    def train_dataloader(self) -> DataLoader:
-        """Events in random order."""
-        return self._dataloader("train", shuffle=True)
+    def _examples(self, part: str, people: pa.Table) -> pa.Table:
+        """Return a row for each event of a part."""
+        events = self.sequences.parts[part]
+        rows, film = np.arange(len(events)), self.sequences.items[events] - 1
+        # A film that was never watched counts as watched once: its logarithm must exist.
+        shares = np.maximum(self.watched(), 1) / len(self.sequences.parts["train"])
+        tables = people.take(self.sequences.users[events]), self.films.take(film)
+        columns = {name: table[name] for table in tables for name in table.column_names}
+        hidden = pa.array((rows % UNKNOWN_EVERY == 0) & (part == "train"))
+        return pa.table({
+            **columns,
+            "user": compute.if_else(hidden, None, columns["user"]),
+            "history": self._histories(events),
+            "film": film,
+            "log_share": np.log(shares)[film],
+            "row": rows,
+        })
 
-    def val_dataloader(self) -> DataLoader:
-        """One event of each person."""
-        return self._dataloader("val", shuffle=False)
+    def _histories(self, events: np.ndarray) -> pa.Array:
+        """Return the items of the films just before each event, a list for each."""
+        films, lengths = self.sequences.histories(events, self.history_length)
+        items = self.films["item"].take(films[films > 0] - 1).combine_chunks()
+        return pa.ListArray.from_arrays(np.append(0, lengths.cumsum()).astype(np.int32), items)
 
-    def test_dataloader(self) -> DataLoader:
-        """One event of each person."""
-        return self._dataloader("test", shuffle=False)
+    def watched(self) -> np.ndarray:
+        """Return how often each film was watched in training, (num_films,)."""
+        films = self.sequences.items[self.sequences.parts["train"]] - 1
+        return np.bincount(films, minlength=len(self.films))
+
+    def seen(self, part: str) -> Tensor:
+        """Return the films seen before each event of a part, (num_events, most) int64: positions, filled up with -1."""
+        events = self.sequences.parts[part]
+        most = int((events - self.sequences.starts[events]).max())
+        return torch.from_numpy(self.sequences.histories(events, most)[0] - 1)
+
+    def film_batch(self, films: slice) -> dict[str, Any]:
+        """Return a batch of films of the catalogue, without people."""
+        return self.columns.select(FILM)(self.films[films])
 
     def baselines(self) -> dict[str, dict[str, float]]:
         """Return what the most watched films reach on validation."""
-        watched = torch.bincount(
-            torch.from_numpy(self.sequences.items[self.sequences.parts["train"]]),
-            minlength=self.catalogue.num_films + 1,
-        )
-        data = NextFilms(self.catalogue, self.sequences, "val", self.history_length)
-        batch = data.__getitems__(range(len(data)))
-        counts = watched.repeat(len(data), 1).double()
-        counts.scatter_(1, batch["seen"], -1.0)
-        counts[:, 0] = -1.0
-        target_counts = counts.gather(1, batch["item"][:, None])
+        film = torch.from_numpy(self.sequences.items[self.sequences.parts["val"]] - 1)
+        counts = torch.from_numpy(self.watched()).repeat(len(film), 1)
+        seen = self.seen("val")
+        counts.scatter_(1, seen.where(seen >= 0, seen[:, -1:]), -1)
+        target_counts = counts.gather(1, film[:, None])
         # Films that were watched as often share their places: half of them come before.
         ranks = (counts > target_counts).sum(1) + ((counts == target_counts).sum(1) - 1) / 2
         in_top = ranks < 10
@@ -141,7 +125,3 @@ class NextFilmDataModule(pl.LightningDataModule):
                 "val_ndcg_at_10": (in_top / torch.log2(ranks + 2)).mean().item(),
             }
         }
-
-    def _dataloader(self, part: str, *, shuffle: bool) -> DataLoader:
-        dataset = NextFilms(self.catalogue, self.sequences, part, self.history_length)
-        return load_batches(dataset, self.batch_size, shuffle=shuffle, num_workers=self.num_workers)

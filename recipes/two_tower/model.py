@@ -9,10 +9,11 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from torchmetrics import MetricCollection
+from torchrec import KeyedJaggedTensor
 
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.metrics import retrieval_metrics, slice_of_rank, target_ranks
-from recipes.two_tower.features import FILM_TABLES, PERSON_TABLES, Catalogue
+from recipes.two_tower.features import FILM, PERSON, table_rows
 from recipes.two_tower.towers import Tower, in_batch_loss
 
 
@@ -45,7 +46,9 @@ class TwoTower(pl.LightningModule):
         # Created in configure_model, where the strategy chooses the device.
         self.people: Tower | None = None
         self.films: Tower | None = None
+        # Set as validation or test begins: of this rank's films, and what people have seen.
         self.film_vectors: Tensor | None = None
+        self.seen: Tensor | None = None
         self.val_metrics = retrieval_metrics(10, prefix="val_")
         self.test_metrics = retrieval_metrics(10, prefix="test_")
 
@@ -53,47 +56,54 @@ class TwoTower(pl.LightningModule):
         """Build the towers; Lightning calls this again before each fit, validate and test."""
         if self.people is None:
             sizes = {name: self.hparams[name] for name in ("dim", "hidden", "out")}
-            self.people = Tower(PERSON_TABLES, **sizes)
-            self.films = Tower(FILM_TABLES, **sizes)
+            self.people = Tower(table_rows(PERSON), **sizes)
+            self.films = Tower(table_rows(FILM), **sizes)
 
-    def encode_people(self, batch: dict[str, Tensor]) -> Tensor:
-        """Return a vector for each person of a batch, (batch_size, out)."""
+    def sparse_inputs(self, batch: dict[str, Any]) -> dict[str, KeyedJaggedTensor]:
+        """Return the features of people and those of films; strategies that prefetch lookups call this, too."""
+        people, films = batch["ids"].split([len(PERSON), len(FILM)])
+        return {"people": people, "films": films}
+
+    def encode_people(self, ids: KeyedJaggedTensor) -> Tensor:
+        """Return a vector for each person, (batch_size, out). ids: the features of PERSON."""
         assert self.people is not None, "configure_model has not been called"
-        return self.people(batch["person_ids"], batch["person_lengths"])
+        return self.people(ids)
 
-    def encode_films(self, batch: dict[str, Tensor]) -> Tensor:
-        """Return a vector for each film of a batch, (batch_size, out)."""
+    def encode_films(self, ids: KeyedJaggedTensor) -> Tensor:
+        """Return a vector for each film, (batch_size, out). ids: the features of FILM."""
         assert self.films is not None, "configure_model has not been called"
-        return self.films(batch["film_ids"], batch["film_lengths"])
+        return self.films(ids)
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Return the loss of finding each person's film among those of the batch."""
-        people, films = self.encode_people(batch), self.encode_films(batch)
-        loss = in_batch_loss(people, films, batch["item"], batch["log_share"], self.hparams["temperature"])
+        film, log_share, _ = batch["label"].unbind(1)
+        ids = self.sparse_inputs(batch)
+        vectors = self.encode_people(ids["people"]), self.encode_films(ids["films"])
+        loss = in_batch_loss(*vectors, film, log_share, self.hparams["temperature"])
         # The mean over the epoch and all ranks; ranks exchange it once per epoch.
-        size = len(batch["item"])
+        size = len(film)
         self.log("train_loss", loss, on_step=False, on_epoch=True, prog_bar=True, batch_size=size, sync_dist=True)
         return loss
 
     def on_validation_epoch_start(self) -> None:
         """Compute the vectors of this rank's films."""
-        self.film_vectors = self._vectors_of_this_rank()
+        self._prepare("val")
 
     def on_test_epoch_start(self) -> None:
         """Compute the vectors of this rank's films."""
-        self.film_vectors = self._vectors_of_this_rank()
+        self._prepare("test")
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Add a batch to the validation's metrics."""
         self._evaluate(self.val_metrics, batch)
 
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Add a batch to the test's metrics."""
         self._evaluate(self.test_metrics, batch)
 
-    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Return the vectors of people, (batch_size, dim), which films' vectors are compared with."""
-        return self.encode_people(batch)
+        return self.encode_people(self.sparse_inputs(batch)["people"])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return Adagrad: without weight decay, a table's update needs only the rows that were looked up."""
@@ -110,20 +120,20 @@ class TwoTower(pl.LightningModule):
             },
         ])
 
-    def _vectors_of_this_rank(self) -> Tensor:
+    def _prepare(self, part: str) -> None:
         # Lightning sets `datamodule` at run time.
-        catalogue: Catalogue = self.trainer.datamodule.catalogue  # type: ignore[attr-defined]
-        part = slice_of_rank(catalogue.num_films)
-        batch: Any = catalogue.film_batch(1 + torch.arange(catalogue.num_films)[part])
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        ids = data.film_batch(slice_of_rank(len(data.films)))["ids"]
         with torch.no_grad():
-            return self.encode_films({name: tensor.to(self.device) for name, tensor in batch.items()})
+            self.film_vectors = self.encode_films(ids.to(self.device))
+        self.seen = data.seen(part).to(self.device)
 
-    def _evaluate(self, metrics: MetricCollection, batch: dict[str, Tensor]) -> None:
+    def _evaluate(self, metrics: MetricCollection, batch: dict[str, Any]) -> None:
         assert self.film_vectors is not None
-        num_films = self.trainer.datamodule.catalogue.num_films  # type: ignore[attr-defined]
-        # Places among the films: id 1 is the first. What a person has seen is not recommended again.
-        ranks = target_ranks(
-            self.encode_people(batch), batch["item"] - 1, self.film_vectors, num_films, excluded=batch["seen"] - 1
-        )
-        metrics.update(ranks)
-        self.log_dict(metrics, batch_size=len(ranks))
+        assert self.seen is not None
+        film, _, row = batch["label"].long().unbind(1)
+        num_films = len(self.trainer.datamodule.films)  # type: ignore[attr-defined]
+        people = self.predict_step(batch, 0)
+        # What a person has seen is not recommended again.
+        metrics.update(target_ranks(people, film, self.film_vectors, num_films, excluded=self.seen[row]))
+        self.log_dict(metrics, batch_size=len(row))

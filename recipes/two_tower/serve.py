@@ -4,15 +4,18 @@
     python -m recipes.two_tower.serve query index --user 42
     python -m recipes.two_tower.serve query index --films "Toy Story (1995); Star Wars (1977)"
 
-The index is a folder: films.safetensors has the vectors, row k that of film k + 1; titles.txt their titles; films.faiss
-the same vectors for faiss, where that is installed; model.ckpt the checkpoint, whose tower of people answers.
+The index is a folder: films.safetensors has the vectors in the order of the .item file; titles.txt their titles;
+films.faiss the same vectors for faiss, where that is installed; model.ckpt the checkpoint, whose tower of people
+answers.
 """
 
 import importlib.util
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import torch
 from jsonargparse import auto_cli
 from rich.console import Console
@@ -20,10 +23,12 @@ from rich.table import Table
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lightning_distrec.data import Columns
 from lightning_distrec.errors import ConfigError, DataError, DistRecError, did_you_mean
-from recipes.movielens.folder import read_folder
+from recipes.movielens.columns import film_table, people_table
+from recipes.movielens.folder import Folder, read_folder
 from recipes.movielens.sequences import leave_one_out
-from recipes.two_tower.features import Catalogue, build_catalogue
+from recipes.two_tower.features import FILM, PERSON
 from recipes.two_tower.model import TwoTower
 
 FOLDER = "data/movielens-100k"
@@ -40,11 +45,11 @@ def export(checkpoint: str, out: str, data_dir: str = FOLDER) -> None:
     folder = Path(out)
     if folder.exists():
         raise ConfigError(f"{folder} exists already. Remove it, or name another folder.")
-    catalogue = build_catalogue(read_folder(Path(data_dir)))
-    vectors = film_vectors(load_model(Path(checkpoint)), catalogue)
+    data, model = read_folder(Path(data_dir)), load_model(Path(checkpoint))
+    vectors = film_vectors(model, load_columns(Path(checkpoint)), film_table(data))
     folder.mkdir(parents=True)
     save_file({"vectors": vectors}, folder / "films.safetensors")
-    (folder / "titles.txt").write_text("\n".join(catalogue.titles[1:]) + "\n", encoding="utf-8")
+    (folder / "titles.txt").write_text("\n".join(titles_of(data)) + "\n", encoding="utf-8")
     if importlib.util.find_spec("faiss"):
         import faiss
 
@@ -68,24 +73,26 @@ def query(index: str, user: int = 0, films: str = "", k: int = 10, data_dir: str
         data_dir: the folder that the index was made with.
     """
     folder = read_folder(Path(data_dir))
-    catalogue = build_catalogue(folder)
-    num_users = len(folder.user_columns["age"])
+    titles, people, items = titles_of(folder), people_table(folder), film_table(folder)["item"]
+    person: dict[str, Any] = dict.fromkeys(PERSON)
     if user:
-        if not 1 <= user <= num_users:
-            raise ConfigError(f"--user {user}: there are {num_users}, numbered from 1.")
+        if not 1 <= user <= len(people):
+            raise ConfigError(f"--user {user}: there are {len(people)}, numbered from 1.")
         sequences = leave_one_out(folder.ratings)
-        watched = sequences.items[sequences.users == user - 1].tolist()
+        watched = (sequences.items[sequences.users == user - 1] - 1).tolist()
+        person |= people.slice(user - 1, 1).to_pylist()[0]
     else:
-        watched = [film_of(title, catalogue) for title in films.split(";") if title.strip()]
-    model = load_model(Path(index) / "model.ckpt")
+        watched = [film_of(title, titles) for title in films.split(";") if title.strip()]
+    person["history"] = items.take(watched).to_pylist()
+    checkpoint = Path(index) / "model.ckpt"
     vectors = load_file(Path(index) / "films.safetensors")["vectors"]
-    best, scores = recommend(model, catalogue, vectors, user, watched, k)
-    print(f"After {'; '.join(catalogue.titles[film] for film in watched[-3:]) or 'nothing'}:")
+    best, scores = recommend(load_model(checkpoint), load_columns(checkpoint), vectors, person, watched, k)
+    print(f"After {'; '.join(titles[film] for film in watched[-3:]) or 'nothing'}:")
     text = Table()
     for heading in ("film", "score"):
         text.add_column(heading)
     for film, score in zip(best, scores, strict=True):
-        text.add_row(catalogue.titles[film], f"{score:.3f}")
+        text.add_row(titles[film], f"{score:.3f}")
     Console(markup=False, highlight=False).print(text)
 
 
@@ -96,32 +103,44 @@ def load_model(checkpoint: Path) -> TwoTower:
     return TwoTower.load_from_checkpoint(checkpoint, map_location="cpu").eval()
 
 
+def load_columns(checkpoint: Path) -> Columns:
+    """Return the mapping that the model was trained with."""
+    saved = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+    return Columns.from_plain(saved["NextFilmDataModule"]["columns"])
+
+
 @torch.no_grad()
-def film_vectors(model: TwoTower, catalogue: Catalogue) -> Tensor:
-    """Return the vectors of films 1 to num_films, (num_films, out)."""
-    return model.encode_films(catalogue.film_batch(1 + torch.arange(catalogue.num_films)))
+def film_vectors(model: TwoTower, columns: Columns, films: pa.Table) -> Tensor:
+    """Return the vectors of films, (num_films, out)."""
+    return model.encode_films(columns.select(FILM)(films)["ids"])
 
 
 @torch.no_grad()
 def recommend(
-    model: TwoTower, catalogue: Catalogue, vectors: Tensor, user: int, watched: list[int], k: int, history: int = 20
+    model: TwoTower, columns: Columns, vectors: Tensor, person: dict[str, Any], watched: list[int], k: int
 ) -> tuple[list[int], list[float]]:
-    """Return the ids and scores of the k best films that were not watched yet.
+    """Return the positions and scores of the k best films that were not watched yet.
 
-    vectors: (num_films, out). user: 0 for somebody unknown. watched: ids, the latest last; the last `history` count.
+    vectors: (num_films, out). person: a value for each column of PERSON; None is unknown. watched: positions.
     """
-    latest = torch.tensor([watched[-history:] or [0]])
-    person = model.encode_people(catalogue.person_batch(torch.tensor([user]), latest))[0]
-    scores = vectors @ person
-    scores[torch.tensor(watched, dtype=torch.int64) - 1] = float("-inf")
+    row = {name: [person[name]] for name in PERSON}
+    scores = vectors @ model.encode_people(columns.select(PERSON)(row)["ids"])[0]
+    scores[watched] = float("-inf")
     best = scores.topk(min(k, len(scores) - len(set(watched))))
-    return (1 + best.indices).tolist(), best.values.tolist()
+    return best.indices.tolist(), best.values.tolist()
 
 
-def film_of(title: str, catalogue: Catalogue) -> int:
-    """Return the id of a title. Raises DataError: there is none, with near ones."""
-    film_by_title = {text.casefold(): film for film, text in enumerate(catalogue.titles)}
-    if (film := film_by_title.get(title.strip().casefold(), 0)) == 0:
+def titles_of(folder: Folder) -> list[str]:
+    """Return title and year of each film."""
+    films = folder.item_columns
+    pairs = zip(films["title"], films["release_year"], strict=True)
+    return [f"{title} ({year})" if year else title for title, year in pairs]
+
+
+def film_of(title: str, titles: list[str]) -> int:
+    """Return the position of a title. Raises DataError: there is none, with near ones."""
+    film_by_title = {text.casefold(): film for film, text in enumerate(titles)}
+    if (film := film_by_title.get(title.strip().casefold())) is None:
         raise DataError(f"there is no film {title.strip()!r}{did_you_mean(title.strip().casefold(), film_by_title)}")
     return film
 

@@ -26,17 +26,12 @@ class Tower(nn.Module):
     def __init__(self, rows: Mapping[str, int], dim: int, hidden: int, out: int) -> None:
         """rows: of each feature's table. dim: numbers per embedding. out: numbers per vector."""
         super().__init__()
-        self.features = list(rows)
         self.tables = build_tables(rows, dim)
         self.layers = nn.Sequential(nn.Linear(len(rows) * dim, hidden), nn.ReLU(), nn.Linear(hidden, out))
 
-    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        """Return (batch_size, out).
-
-        ids: (sum of lengths,), feature after feature. lengths: (num_features * batch_size,).
-        """
-        pooled = self.tables(KeyedJaggedTensor(keys=self.features, values=ids, lengths=lengths))
-        return functional.normalize(self.layers(pooled.values()), dim=1)
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        """Return (batch_size, out)."""
+        return functional.normalize(self.layers(self.tables(ids).values()), dim=1)
 
 
 def in_batch_loss(people: Tensor, films: Tensor, items: Tensor, log_shares: Tensor, temperature: float) -> Tensor:

@@ -13,7 +13,6 @@ import pytest
 from lightning_distrec.errors import ConfigError, DataError
 from recipes.movielens import folder as folder_module
 from recipes.movielens.folder import read_folder
-from recipes.movielens.ids import check_fits, ids_of_numbers, ids_of_texts
 from recipes.movielens_dlrm.data import MovieLensDataModule, build_table, split_times
 from recipes.movielens_dlrm.features import DENSE, NEW_USER_SECONDS, TABLES
 from tests.support.movielens_folder import write_movielens_folder
@@ -144,11 +143,6 @@ def test_interactions_say_what_the_catalogue_says(path):
     assert (row["age"], row["year"]) == tuple(int(text) if text.isdecimal() else None for text in (person[1], film[2]))
 
 
-def test_what_is_missing_or_no_number_is_id_0():
-    assert ids_of_numbers(["", "V", "17", "18", "99"], edges=(18, 25)).tolist() == [0, 0, 1, 2, 3]
-    assert ids_of_texts(["b", "", "a", "b"], rows=3, kind="letters").tolist() == [1, 0, 2, 1]
-
-
 def test_every_id_is_inside_its_table(path):
     data = MovieLensDataModule(data_dir=str(path), batch_size=600)
     data.setup("fit")
@@ -156,13 +150,6 @@ def test_every_id_is_inside_its_table(path):
     for name, bags in bags_of(next(iter(data.train_dataloader()))).items():
         assert min(map(min, filter(None, bags))) >= 0
         assert max(map(max, filter(None, bags))) < rows[name]
-
-
-def test_more_values_than_rows_are_refused():
-    with pytest.raises(DataError, match="users: 8 different values do not fit a table of 8 rows"):
-        check_fits(8, 8, "users")
-    with pytest.raises(DataError, match="letters: 3 different values do not fit a table of 3 rows"):
-        ids_of_texts("abc", rows=3, kind="letters")
 
 
 def replace_line(file: Path, number: int, line: str) -> None:

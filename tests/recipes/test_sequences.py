@@ -13,9 +13,9 @@ from recipes.movielens.sequences import leave_one_out
 from recipes.sasrec.data import Windows, window_ends
 from recipes.sasrec.model import SASRec
 from recipes.two_tower.data import NextFilmDataModule
-from recipes.two_tower.features import PERSON_TABLES, build_catalogue
+from recipes.two_tower.features import FILM, PERSON
 from recipes.two_tower.model import TwoTower
-from recipes.two_tower.serve import film_of, film_vectors, recommend
+from recipes.two_tower.serve import film_of, film_vectors, recommend, titles_of
 from recipes.two_tower.towers import in_batch_loss
 from tests.support.movielens_folder import write_movielens_folder
 
@@ -100,39 +100,50 @@ def test_the_loss_leaves_out_the_same_film_and_corrects_by_its_share() -> None:
 
 
 def test_a_batch_says_who_what_and_what_was_seen(data: NextFilmDataModule) -> None:
+    plain = data.columns.to_plain()["vocabularies"]
+    users, items = ([None, *plain[table]] for table in ("user", "history"))
+    events, sequences = data.sequences.parts["val"], data.sequences
+    catalogue, seen = data.films["item"].to_pylist(), data.seen("val")
+    size = min(32, len(events))
     batch = next(iter(data.val_dataloader()))
-    events = data.sequences.parts["val"][: len(batch["item"])]
-    bags = batch["person_ids"].split(batch["person_lengths"].tolist())
-    size = len(events)
-    assert [bag.item() for bag in bags[:size]] == (1 + data.sequences.users[events]).tolist()
-    histories = bags[list(PERSON_TABLES).index("history") * size :][:size]
-    for event, history, seen in zip(events, histories, batch["seen"], strict=True):
-        initial = data.sequences.items[data.sequences.starts[event] : event].tolist()
-        assert history.tolist() == initial[-20:]
-        assert [film for film in seen.tolist() if film] == initial
-    train = data.train_dataloader().dataset.__getitems__(range(20))
-    users = train["person_ids"][:20].tolist()
-    assert [number for number in range(20) if users[number] == 0] == [0, 10]
+    bags = {name: bag.to_dense() for name, bag in batch["ids"].to_dict().items()}
+    assert list(bags) == [*PERSON, *FILM]
+    for number, event in enumerate(events[:size]):
+        film, _, row = batch["label"][number].tolist()
+        assert (film, row) == (sequences.items[event] - 1, number)
+        assert users[bags["user"][number]] == str(1 + sequences.users[event])
+        initial = sequences.items[sequences.starts[event] : event] - 1
+        known = [catalogue[position] for position in initial[-20:]]
+        assert [items[row] for row in bags["history"][number]] == [film if film in items else None for film in known]
+        assert [position for position in seen[number].tolist() if position >= 0] == initial.tolist()
+
+
+def test_every_tenth_example_trains_with_an_unknown_person(data: NextFilmDataModule) -> None:
+    for batch in data.train_dataloader():
+        users = batch["ids"]["user"].values()
+        torch.testing.assert_close(users == 0, batch["label"][:, 2] % 10 == 0)
 
 
 def test_serving_recommends_what_scores_best_and_was_not_watched(data: NextFilmDataModule) -> None:
     torch.manual_seed(1)
     model = TwoTower(dim=8, hidden=16, out=8)
     model.configure_model()
-    vectors = film_vectors(model.eval(), data.catalogue)
+    vectors = film_vectors(model.eval(), data.columns, data.films)
     assert vectors.shape == (20, 8)
-    actual, scores = recommend(model, data.catalogue, vectors, user=3, watched=[4, 9], k=5)
+    batch = next(iter(data.test_dataloader()))
     with torch.no_grad():
-        person = model.encode_people(data.catalogue.person_batch(torch.tensor([3]), torch.tensor([[4, 9]])))[0]
-    expected = sorted(set(range(1, 21)) - {4, 9}, key=lambda film: -float(vectors[film - 1] @ person))[:5]
-    assert actual == expected
-    assert scores == sorted(scores, reverse=True)
-    assert len(recommend(model, data.catalogue, vectors, 0, [], k=50)[0]) == 20
+        scores = vectors @ model.predict_step(batch, 0)[0]
+    person = data.raw_rows()[0]
+    actual, best = recommend(model, data.columns, vectors, person, watched=[4, 9], k=5)
+    assert actual == sorted(set(range(20)) - {4, 9}, key=lambda film: -float(scores[film]))[:5]
+    torch.testing.assert_close(torch.tensor(best), scores[actual])
+    nobody = dict.fromkeys(PERSON)
+    assert len(recommend(model, data.columns, vectors, nobody, [], k=50)[0]) == 20
 
 
 def test_a_title_is_found_and_a_wrong_one_named(tmp_path: Path) -> None:
-    catalogue = build_catalogue(read_folder(write_movielens_folder(tmp_path / "made")))
-    assert catalogue.titles[:3] == ["", "Film 0 (V)", "Film 1 (1934)"]
-    assert film_of(" film 1 (1934)", catalogue) == 2
+    titles = titles_of(read_folder(write_movielens_folder(tmp_path / "made")))
+    assert titles[:2] == ["Film 0 (V)", "Film 1 (1934)"]
+    assert film_of(" film 1 (1934)", titles) == 1
     with pytest.raises(DataError, match=r"no film 'Film 1 \(1935\)'; did you mean 'film 1 \(1934\)'"):
-        film_of("Film 1 (1935)", catalogue)
+        film_of("Film 1 (1935)", titles)

@@ -19,7 +19,7 @@ def test_the_list_has_each_recipe_with_its_strategy(capsys: pytest.CaptureFixtur
 
 def test_a_recipe_comes_with_all_that_it_imports() -> None:
     assert set(find_parts(recipes_folder(), "multi_task")) == {"multi_task", "criteo_dlrm", "report.py"}
-    assert set(find_parts(recipes_folder(), "two_tower")) == {"two_tower", "movielens", "report.py", "loaders.py"}
+    assert set(find_parts(recipes_folder(), "two_tower")) == {"two_tower", "movielens", "report.py"}
 
 
 def test_a_copy_is_complete_and_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

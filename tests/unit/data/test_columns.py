@@ -157,6 +157,16 @@ def test_a_mapping_comes_back_from_json(columns: Columns) -> None:
     assert torch.equal(again(ROWS)["ids"].values(), columns(ROWS)["ids"].values())
 
 
+def test_some_of_the_features_map_alone_as_with_the_others(columns: Columns) -> None:
+    names = ["tags", "price", "price_range", "user_in_city"]
+    batch = (some := columns.select(names))({column: ROWS[column] for column in ("tags", "price", "user", "city")})
+    all_ids, ids = columns(ROWS)["ids"].to_dict(), batch["ids"].to_dict()
+    assert list(ids) == ["tags", "price_range", "user_in_city"]
+    assert all(torch.equal(bag.values(), all_ids[name].values()) for name, bag in ids.items())
+    assert list(some.to_plain()["vocabularies"]) == ["tags"]
+    assert Columns.from_plain(some.to_plain())(ROWS).keys() == {"ids", "dense"}
+
+
 def test_padded_batches_have_the_ids_of_jagged_ones(columns: Columns) -> None:
     padded = Columns(FEATURES, "clicked", form="padded").fit([pa.table(ROWS)])(ROWS)
     jagged = columns(ROWS)["ids"].to_dict()
