@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pyarrow as pa
 import torch
+from pyarrow import compute
 from torch.utils.data import Dataset
 
 from lightning_distrec.atomic_files import replace_file
@@ -94,6 +96,7 @@ class ColumnData(pl.LightningDataModule):
         cache_dir: str = "data/columns",
         delimiter: str = ",",
         column_names: list[str] | None = None,
+        label_range: tuple[float, float] | None = None,
     ) -> None:
         """Set where rows are, and what is made of them. A subclass may set tables as `sources` in its setup.
 
@@ -114,6 +117,7 @@ class ColumnData(pl.LightningDataModule):
             cache_dir: where text files are kept as Parquet, and what was fitted.
             delimiter: between the values of text files.
             column_names: of text files without a header.
+            label_range: the lowest and the highest label; another one is an error before training. For clicks [0, 1].
         """
         super().__init__()
         if min(batch_size, buffer_rows) < 1 or num_workers < 0:
@@ -127,6 +131,7 @@ class ColumnData(pl.LightningDataModule):
         self.batch_size, self.buffer_rows, self.seed, self.num_workers = batch_size, buffer_rows, seed, num_workers
         self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
         self.cache_dir, self.delimiter, self.column_names = Path(cache_dir), delimiter, column_names
+        self.label_range = label_range
         shares = [share for share in (val, test) if isinstance(share, float)]
         if any(not 0 < share < 1 for share in shares) or sum(shares) >= 1 or (shares and train is None):
             raise ConfigError(f"val={val}, test={test}: shares lie between 0 and 1, and leave some rows to train on.")
@@ -141,14 +146,16 @@ class ColumnData(pl.LightningDataModule):
         """Look for files, convert text, and fit the features; one process per node does this, for files."""
         if self._is_in_memory:
             return
-        path = self._prepared_path()
-        if not path.exists() or "error" in json.loads(path.read_text()):
-            try:
-                prepared = self._prepare()
-            except DataError as error:
-                # Raised by every rank's setup: this process alone would leave the others waiting for it.
-                prepared = {"error": str(error)}
-            replace_file(path, json.dumps(prepared).encode())
+        # Every rank's setup raises errors, of files that are not there, too: this process alone would leave the others
+        # waiting for it.
+        with suppress(DataError):
+            path = self._prepared_path()
+            if not path.exists() or "error" in json.loads(path.read_text()):
+                try:
+                    prepared = self._prepare()
+                except DataError as error:
+                    prepared = {"error": str(error)}
+                replace_file(path, json.dumps(prepared).encode())
 
     def setup(self, stage: str | None = None) -> None:
         """Take what was prepared; every rank does. Raises DataError: a file, a column or its type does not fit."""
@@ -172,6 +179,7 @@ class ColumnData(pl.LightningDataModule):
         }
         features = {name: feature.plain(name) for name, feature in self.columns.features.items()}
         facts = [files, features, self.columns.label, self.columns.form, self.delimiter, self.column_names]
+        facts.append(self.label_range)
         return self.cache_dir / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}.json"
 
     def _prepare(self) -> dict[str, Any]:
@@ -197,8 +205,9 @@ class ColumnData(pl.LightningDataModule):
         columns = Columns(self.columns.features, None if stage == "predict" else self.columns.label)
         if not _is_paths(source):
             self.readers[stage] = reader = TableReader(_table_of(source))
-            columns.check_schema(reader.table.schema, f"the table of {stage}")
+            columns.check_schema(reader.table.schema, place := f"the table of {stage}")
             groups = reader.groups()
+            self._check_labels(columns.labels, place, reader, groups)
         else:
             types = {
                 column: pa.string() if column in columns.text_columns else pa.float64() for column in columns.columns
@@ -210,10 +219,25 @@ class ColumnData(pl.LightningDataModule):
                 path = as_parquet(entry, *text) if is_text else file
                 schema, file_groups = parquet_schema(path)
                 columns.check_schema(schema, file)
+                labels = ParquetReader({column: schema.field(column).type for column in columns.labels})
+                self._check_labels(columns.labels, file, labels, file_groups)
                 groups += file_groups
         if not groups:
             raise DataError(f"{stage}: there are no rows.")
         return groups
+
+    def _check_labels(self, labels: list[str], place: str, reader: Reader, groups: list[RowGroup]) -> None:
+        """Raise DataError where a label is outside of `label_range`."""
+        for group in groups if self.label_range and labels else ():
+            low, high = self.label_range  # type: ignore[misc]
+            table = reader.read(group, labels)
+            for column in labels:
+                for label in compute.min_max(table[column].cast(pa.float64())).as_py().values():
+                    if label is not None and not low <= label <= high:
+                        raise DataError(
+                            f"{place}: column '{column}' has the label {label:g}, which label_range excludes: "
+                            f"{low:g} to {high:g}."
+                        )
 
     def _reader(self, stage: str, groups: list[RowGroup]) -> Reader:
         source = stage if not isinstance(self.sources[stage], float) else "train"

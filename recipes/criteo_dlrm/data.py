@@ -83,6 +83,7 @@ class CriteoDataModule(ColumnData):
             cache_dir=cache_dir,
             delimiter="\t",
             column_names=list(COLUMNS),
+            label_range=(0, 1),
         )
 
     def prepare_data(self) -> None:

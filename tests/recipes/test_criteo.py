@@ -99,6 +99,7 @@ def test_a_line_of_criteos_own_kind_is_read(tmp_path: Path) -> None:
     ("fields", "message"),
     [
         (["1", "many", *"3" * 12, *[""] * 26], r"day\.tsv: .*column #1.*many"),
+        (["2", *"3" * 13, *[""] * 26], r"day\.tsv: column 'label' has the label 2, which label_range excludes: 0 to 1"),
         (["1", "3"], r"day\.tsv: .*Expected 40 columns, got 2"),
     ],
 )

@@ -10,7 +10,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
-from pyarrow import parquet
+from pyarrow import fs, parquet
 
 from lightning_distrec.data import ColumnData, Hash, Number, Vocabulary
 from lightning_distrec.errors import ConfigError, DataError
@@ -81,6 +81,35 @@ def test_all_sources_of_the_same_rows_give_the_same_batch(frame: pd.DataFrame, t
         for part, tensor in expected.items():
             # Sums in another order: the mean of prices may differ in its last bit.
             assert torch.allclose(actual[part].double(), tensor.double(), atol=1e-6), (name, part)
+
+
+def test_files_in_a_bucket_give_the_rows_of_the_table(
+    frame: pd.DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moto = pytest.importorskip("moto.server", reason="an S3 server: needs moto[server]")
+    server = moto.ThreadedMotoServer(port=0)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        for name, value in (("ACCESS_KEY_ID", "a"), ("SECRET_ACCESS_KEY", "b"), ("DEFAULT_REGION", "us-east-1")):
+            monkeypatch.setenv(f"AWS_{name}", value)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        store, _ = fs.FileSystem.from_uri("s3://bucket/?allow_bucket_creation=true")
+        store.create_dir("bucket")
+        parquet.write_table(pa.Table.from_pandas(frame), "bucket/day/0.parquet", filesystem=store, row_group_size=200)
+        with store.open_output_stream("bucket/rows.csv") as file:
+            file.write(frame.to_csv(index=False).encode())
+        expected = batch_of(frame, tmp_path)
+        for source in ("s3://bucket/day", "s3://bucket/*/0.parquet", "s3://bucket/rows.csv"):
+            for num_workers in (0, 1):
+                actual = batch_of(source, tmp_path / "cache", num_workers=num_workers)
+                for part, tensor in expected.items():
+                    assert torch.allclose(actual[part].double(), tensor.double(), atol=1e-6), (source, part)
+        (data := ColumnData("s3://bucket/none.parquet", FEATURES, cache_dir=str(tmp_path))).prepare_data()
+        with pytest.raises(DataError, match="none.parquet: there is no such file"):
+            data.setup()
+    finally:
+        server.stop()
 
 
 def test_features_are_fitted_once_and_again_when_the_data_changes(frame: pd.DataFrame, tmp_path: Path) -> None:
@@ -180,14 +209,26 @@ def test_bad_bytes_and_values_are_named_by_file_row_group_and_column(frame: pd.D
         list(bad.train_dataloader())
 
 
+def test_a_label_out_of_range_is_an_error_before_training(frame: pd.DataFrame, tmp_path: Path) -> None:
+    wrong = frame.assign(y=frame["y"].where(frame.index != 450, -1.5))
+    parquet.write_table(pa.Table.from_pandas(wrong), tmp_path / "rows.parquet", row_group_size=100)
+    data_of(str(tmp_path / "rows.parquet"), tmp_path)  # any number, unless a range is set
+    for source in (wrong, str(tmp_path / "rows.parquet")):
+        with pytest.raises(DataError, match="column 'y' has the label -1.5, which label_range excludes: 0 to 1"):
+            data_of(source, tmp_path, label_range=[0, 1], val=0.2)
+    data = ColumnData(frame, FEATURES, "y", predict=wrong.drop(columns="y"), label_range=[0, 1])
+    data.setup()
+
+
 def test_impossible_sources_are_refused(tmp_path: Path) -> None:
     for source, message in (
         (str(tmp_path / "none.parquet"), "there is no such file"),
         (str(tmp_path / "*.parquet"), "there is no such file"),
         (__file__, "the name must end in"),
     ):
-        with pytest.raises(DataError, match=message):
-            ColumnData(source, FEATURES, "y", cache_dir=str(tmp_path)).prepare_data()
+        (data := ColumnData(source, FEATURES, "y", cache_dir=str(tmp_path))).prepare_data()
+        with pytest.raises(DataError, match=message):  # on every rank
+            data.setup()
     with pytest.raises(ConfigError, match="data is a int"):
         ColumnData(7, FEATURES, "y").setup()
     with pytest.raises(ConfigError, match="batch_size=0"):
