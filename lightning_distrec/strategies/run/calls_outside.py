@@ -38,7 +38,7 @@ def wait_for_all(place: str, limit_seconds: float, look: Callable[[float, int], 
     return num_arrived >= num_ranks
 
 
-def leave_together(limit_seconds: float) -> None:
+def await_last_rank(limit_seconds: float) -> None:
     """Wait for all ranks to reach their end; rank 0, whose process holds the store, until the others ask no more.
 
     Otherwise torch prints a stack trace for each rank that still asks, or waits for an answer.

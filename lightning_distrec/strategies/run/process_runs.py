@@ -29,7 +29,7 @@ from lightning_distrec.cluster.rendezvous import MeetingPoint
 from lightning_distrec.cluster.watchdog import Watchdog
 from lightning_distrec.cluster.watchdog_messages import Settings
 from lightning_distrec.errors import ConfigError, RankError
-from lightning_distrec.strategies.run.calls_outside import CallsOutside, leave_together, wait_for_all
+from lightning_distrec.strategies.run.calls_outside import CallsOutside, await_last_rank, wait_for_all
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class ProcessRuns:
             if dist.is_available() and dist.is_initialized():
                 if not has_failed and dist.get_backend() == "gloo" and dist.get_world_size() > 1:
                     with suppress(RuntimeError):  # rank 0 is gone
-                        leave_together(FAREWELL_SECONDS)
+                        await_last_rank(FAREWELL_SECONDS)
                 dist.destroy_process_group()
 
     def _meet_at_end(self, watchdog: Watchdog, timeout_seconds: float) -> None:

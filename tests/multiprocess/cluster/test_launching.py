@@ -108,12 +108,12 @@ LEAVING = """
 import os, sys, time
 from datetime import timedelta
 import torch.distributed as dist
-from lightning_distrec.strategies.run.calls_outside import leave_together
+from lightning_distrec.strategies.run.calls_outside import await_last_rank
 
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", f"tcp://127.0.0.1:{sys.argv[2]}", timedelta(seconds=60), 3, rank)
 time.sleep(0 if rank else 1)
-leave_together(30)
+await_last_rank(30)
 os._exit(0)
 """
 
