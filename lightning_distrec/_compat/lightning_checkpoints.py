@@ -4,7 +4,7 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.fabric.plugins.io import torch_io
@@ -15,6 +15,8 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_distrec._compat.patches import Patches
+
+Kind = TypeVar("Kind", bound=type)
 
 
 def resume_from(trainer: Any, find: Callable[[Any], str | None]) -> Patches:
@@ -168,3 +170,16 @@ def _takes_folders(artifact: Any) -> Any:
             return add(local_path, *args, **options)
 
     return Artifact
+
+
+def reads_hyperparameters(command_line: Kind) -> Kind:
+    """Let a LightningCLI call its `read_hyperparameters` with the `ckpt_path`, when all else is parsed."""
+
+    def parse(self: Any) -> None:
+        if self.config.get("subcommand"):
+            self.read_hyperparameters(self.config[self.config.subcommand].get("ckpt_path"))
+
+    # Source: lightning/pytorch/cli.py, LightningCLI.__init__. Upstream lays the hyperparameters of a file over the
+    # command line, and those of a folder nowhere. Can go when Lightning lets what was set win.
+    command_line._parse_ckpt_path = parse  # type: ignore[attr-defined]
+    return command_line

@@ -122,12 +122,7 @@ SEARCH_SECONDS = 60.0
 
 
 def find_largest_batch(
-    dry: DryModule,
-    decisions: Decisions,
-    facts: ClusterFacts,
-    plan: ShardingPlan | None,
-    misfit: str,
-    seconds: float,
+    dry: DryModule, decisions: Decisions, facts: ClusterFacts, plan: ShardingPlan | None, misfit: str, seconds: float
 ) -> Edge:
     """Return the largest batch per rank that fits. An existing plan is tried first, because that is quick."""
     latest = [] if plan is None or misfit else [plan]

@@ -158,13 +158,7 @@ def advise(
     start = planned.start if planned is not None else ""
     notes = [*_notes(sizes, job, profile), *filter(None, [start]), *stages_notes, *filter(None, [options.note])]
     return Advice(
-        job=job,
-        estimates=estimates,
-        strategy=strategy,
-        reason=reason,
-        notes=notes,
-        link=link,
-        compressed=compressed,
+        job=job, estimates=estimates, strategy=strategy, reason=reason, notes=notes, link=link, compressed=compressed
     )
 
 

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_distrec._compat.tensors import watch_sends
 from lightning_distrec._compat.torch import has_comm_hook, in_backward, watch_collectives
-from lightning_distrec._compat.torchrec import ddp_of_data_parallel_tables
+from lightning_distrec._compat.torchrec_modules import ddp_of_data_parallel_tables
 from lightning_distrec.callbacks.steps import LogTimes, Stoppable, log
 from lightning_distrec.units import format_bytes
 

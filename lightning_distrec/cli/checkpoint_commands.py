@@ -10,8 +10,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 
 from lightning_distrec.checkpoint.contents import verify
 from lightning_distrec.checkpoint.tools.describe import describe, print_description
-from lightning_distrec.checkpoint.tools.export_checkpoint import export
-from lightning_distrec.checkpoint.tools.merge import merge
+from lightning_distrec.checkpoint.tools.export_checkpoint import export, merge
 from lightning_distrec.cli.command_line import EXIT_ERROR, EXIT_OK, FOLDER_FORMATS, console, exit_on_sigterm
 from lightning_distrec.errors import ConfigError, require
 from lightning_distrec.units import format_bytes

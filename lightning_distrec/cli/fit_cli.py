@@ -12,14 +12,14 @@ from typing import Any
 
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import BasePredictionWriter
-from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 import lightning_distrec
-from lightning_distrec._compat.lightning_cli import PlainCheckpointCLI
+from lightning_distrec._compat.lightning_checkpoints import reads_hyperparameters
 from lightning_distrec.callbacks.prediction_writer import PredictionWriter
 from lightning_distrec.checkpoint.contents import read_contents
 from lightning_distrec.cli.lightning_cli import OneBlockParser
@@ -52,7 +52,8 @@ HELP = (
 )
 
 
-class FitCLI(PlainCheckpointCLI):
+@reads_hyperparameters
+class FitCLI(LightningCLI):
     """Runs one of Lightning's commands; options can come from the environment too (PL_FIT__TRAINER__MAX_EPOCHS).
 
     args: the command line, checked by preflight.py; without a command, all commands are parsed. options: those that the
@@ -85,8 +86,8 @@ class FitCLI(PlainCheckpointCLI):
         parser.epilog = HELP.format(self._args[0] if self._args else "fit")
         return parser
 
-    @override
     def read_hyperparameters(self, checkpoint: Any) -> None:
+        """Take what a checkpoint, a path or None, says of the module."""
         config = self.config[self.config.subcommand]
         if not isinstance(checkpoint, str) or not Path(checkpoint).exists():
             return

@@ -19,7 +19,7 @@ from lightning_distrec.bench.results import (
     run_rounds,
 )
 from lightning_distrec.cli.command_line import EXIT_NEGATIVE, EXIT_OK, check_options, console, exit_on_sigterm
-from lightning_distrec.cluster.batch_script import BatchJob, batch_script
+from lightning_distrec.cluster.slurm import BatchJob, batch_script
 from lightning_distrec.errors import ConfigError, did_you_mean
 from lightning_distrec.registration import STRATEGIES
 

@@ -35,9 +35,7 @@ class TableParamGroup:
 
 
 def find_param_groups(
-    parameters: Mapping[str, nn.Parameter],
-    optimizers: list[optim.Optimizer],
-    earlier: Mapping[str, list[nn.Parameter]],
+    parameters: Mapping[str, nn.Parameter], optimizers: list[optim.Optimizer], earlier: Mapping[str, list[nn.Parameter]]
 ) -> dict[int, TableParamGroup]:
     """Return id of an unsharded weight -> the param group that has it, or had its shards in an earlier fit.
 

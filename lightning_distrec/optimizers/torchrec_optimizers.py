@@ -1,15 +1,31 @@
-"""TorchRec's own optimizer classes: seen through to torch's inside of them, or refused by name."""
+"""TorchRec's own optimizer classes and idioms: followed as they are, or refused by name.
 
-from collections.abc import Iterable
+`apply_optimizer_in_backward`: in one process such an optimizer steps in every backward that reaches its parameter,
+whose gradient is dropped then: accumulation, clipping and manual optimization pass it by, and another optimizer over
+the parameter finds no gradient. The hook is on the unsharded weight, which nothing looks up once the table is sharded.
+So the optimizer becomes the table's own: FBGEMM makes its update where that has the same numbers, or it steps on the
+shards after each backward.
+"""
 
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
 from torch.optim import Optimizer
+from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 from torchrec.optim.clipping import GradientClippingOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.warmup import WarmupOptimizer
 
 from lightning_distrec._compat.lightning import skip_order_check
-from lightning_distrec._compat.torchrec import wrapped_optimizer
+from lightning_distrec._compat.torch import in_backward_optimizers, mark_in_backward
+from lightning_distrec._compat.torchrec_modules import wrapped_optimizer
 from lightning_distrec.errors import OptimizerError
+from lightning_distrec.optimizers.param_groups import remove_from_groups
+from lightning_distrec.optimizers.translation import TableUpdate
 
 MARKERS = {
     "SGD": "torch.optim.SGD",
@@ -74,3 +90,157 @@ def refuse_marker(optimizer: Optimizer, source: str) -> None:
             f"torchrec.optim.{kind.__name__} (by {source}) only names a kernel of FBGEMM, and no process can step it. "
             f"Use {MARKERS.get(kind.__name__, NO_EXACT_FORM)}."
         )
+
+
+ANNOUNCED = "apply_optimizer_in_backward's "
+"""Begins the reason of a table's update in the start table."""
+
+
+def take_in_backward(
+    parameters: Mapping[str, nn.Parameter],
+    table_optimizers: Mapping[str, Any],
+    optimizers: list[Optimizer],
+    earlier: Mapping[str, list[nn.Parameter]],
+) -> dict[str, Optimizer]:
+    """Return full name of a table -> the optimizer that steps it in backward; the tables leave the user's others.
+
+    parameters: full name -> unsharded weight. table_optimizers: tables whose optimizer the strategy's options set.
+    earlier: see `find_param_groups`. Raises OptimizerError: a table has two, or also one of the strategy's options.
+    """
+    applied = {name: attached for name, p in parameters.items() if (attached := in_backward_optimizers(p))}
+    for name, attached in applied.items():
+        refuse_marker(attached[0], f"apply_optimizer_in_backward of table '{name}'")
+        if attached[1:]:
+            raise OptimizerError(
+                f"table '{name}' has {len(attached)} optimizers by apply_optimizer_in_backward, which all step in "
+                "every backward. Apply one. Where a second fit applies it again, make a new module for that fit."
+            )
+        if name in table_optimizers:
+            raise OptimizerError(
+                f"table '{name}' has {type(attached[0]).__name__} by apply_optimizer_in_backward, and an optimizer by "
+                "table_optimizer. Remove one of them."
+            )
+        _hold(attached[0], parameters[name], earlier.get(name, []))
+    # Its gradient is gone when they step, so that they do nothing for it in one process.
+    remove_from_groups(optimizers, {name: parameters[name] for name in applied}, earlier)
+    return {name: attached[0] for name, attached in applied.items()}
+
+
+def _hold(optimizer: Optimizer, parameter: nn.Parameter, shards: list[nn.Parameter]) -> None:
+    """Let the optimizer hold the table's weight as it is now; an evaluation may have put another in its place."""
+    group = optimizer.param_groups[0]
+    if all(held is not weight for held in group["params"] for weight in [parameter, *shards]):
+        for replaced in group["params"]:
+            if replaced in optimizer.state:
+                optimizer.state[parameter] = optimizer.state.pop(replaced)
+        group["params"] = [parameter]
+
+
+def share_kernels(updates: Mapping[str, TableUpdate]) -> dict[str, TableUpdate]:
+    """Return the updates with one label for all with equal settings, so that one kernel serves their tables.
+
+    updates: of tables with an in-backward optimizer each; those of other kinds than fused stay as they are.
+    """
+    leaders: list[TableUpdate] = []
+    shared = {}
+    for name, update in updates.items():
+        group = update.param_group
+        if not update.in_backward or group is None:
+            shared[name] = update
+            continue
+        leader = next((other for other in leaders if _same_settings(other, update)), None)
+        if leader is None:
+            leaders.append(leader := update)
+        assert leader.param_group is not None
+        shared[name] = replace(update, param_group=replace(group, shared_label=leader.param_group.label))
+    return shared
+
+
+def _same_settings(first: TableUpdate, second: TableUpdate) -> bool:
+    # The state is filled by table, so that its start may differ; what the kernel is called with may not.
+    return first.kind == second.kind and first.arguments == second.arguments
+
+
+class InBackwardSteps:
+    """The tables' in-backward optimizers in a fit.
+
+    optimizers: full name of a table -> its optimizer, which holds the shards now. shards: full name -> this rank's.
+    updates: full name -> what updates it.
+    """
+
+    def __init__(
+        self,
+        optimizers: Mapping[str, Optimizer],
+        shards: Mapping[str, list[nn.Parameter]],
+        updates: Mapping[str, TableUpdate],
+    ) -> None:
+        self.optimizers = dict(optimizers)
+        self.num_backwards = 0
+        """How many backward passes have updated the tables: the steps of all of these optimizers."""
+        self._stepping = [(shards[name], o) for name, o in optimizers.items() if not updates[name].in_backward]
+        other_shards = [shard for name, parts in shards.items() if name not in optimizers for shard in parts]
+        self._memory_of_others = {_shared_memory(shard) for shard in other_shards} - {None}
+        self._copies: list[tuple[str, Optimizer, Optimizer]] = []
+        """A table, an optimizer whose settings the user may change, and the one that it must be equal to."""
+        leaders: dict[str, Optimizer] = {}
+        for name, optimizer in optimizers.items():
+            self._mark(name, optimizer, shards[name])
+            group = updates[name].param_group
+            leader = leaders.setdefault(group.label, optimizer) if group is not None else optimizer
+            if leader is not optimizer:
+                self._copies.append((name, optimizer, leader))
+
+    def _mark(self, name: str, optimizer: Optimizer, shards: list[nn.Parameter]) -> None:
+        """Let the shards have the attribute by which the user's code finds the optimizer, to change its rate."""
+        mark_in_backward(shards[0], optimizer)
+        for shard in shards[1:]:
+            # One of its own: a loop over parameters that scales each rate would scale that of a shared one twice.
+            twin = copy.copy(optimizer)
+            twin.param_groups = [dict(optimizer.param_groups[0])]
+            # What a checkpoint sets there is its as well.
+            optimizer.register_load_state_dict_post_hook(partial(_set_settings, twin))
+            mark_in_backward(shard, twin)
+            self._copies.append((name, twin, optimizer))
+
+    def check(self) -> None:
+        """Raise OptimizerError: equal optimizers have got other settings, or a backward was not seen."""
+        for name, twin, optimizer in self._copies:
+            if _settings(twin) != _settings(optimizer):
+                raise OptimizerError(
+                    f"table '{name}': the settings of its in-backward optimizer were changed while training, and not "
+                    "those of all tables that began with the same. One kernel serves them: change all alike, or begin "
+                    "with other settings."
+                )
+        for shards, optimizer in self._stepping:
+            if any(shard.grad is not None and not self._shares_gradient(shard) for shard in shards):
+                raise OptimizerError(
+                    f"{type(optimizer).__name__} by apply_optimizer_in_backward has missed a backward: it steps after "
+                    "each that Lightning runs. Call self.manual_backward(loss), not loss.backward()."
+                )
+
+    def after_backward(self) -> None:
+        """Step the optimizers whose tables have a gradient now, and drop it."""
+        self.num_backwards += 1
+        reached = [pair for pair in self._stepping if any(shard.grad is not None for shard in pair[0])]
+        for _, optimizer in reached:
+            optimizer.step()
+        # Only now: data_parallel tables of one kernel are slices of one tensor, whose gradient is dropped as a whole.
+        for shards, optimizer in reached:
+            optimizer.zero_grad(set_to_none=not any(map(self._shares_gradient, shards)))
+
+    def _shares_gradient(self, shard: nn.Parameter) -> bool:
+        """Whether its gradient is a part of one that other optimizers still need."""
+        return _shared_memory(shard) in self._memory_of_others
+
+
+def _shared_memory(shard: nn.Parameter) -> int | None:
+    """Return what is the same for data_parallel tables of one kernel; None: the shard has a gradient of its own."""
+    return shard.untyped_storage().data_ptr() if isinstance(shard, TableBatchedEmbeddingSlice) else None
+
+
+def _settings(optimizer: Optimizer) -> dict[str, Any]:
+    return {**optimizer.param_groups[0], "params": None}
+
+
+def _set_settings(optimizer: Optimizer, source: Optimizer) -> None:
+    optimizer.param_groups[0].update({key: v for key, v in source.param_groups[0].items() if key != "params"})

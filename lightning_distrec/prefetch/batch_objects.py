@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_distrec._compat.torchrec import JAGGED_TENSOR_FIELDS, jagged_fields
+from lightning_distrec._compat.torchrec_modules import JAGGED_TENSOR_FIELDS, jagged_fields
 from lightning_distrec.prefetch.sources import (
     SCALARS,
     BatchRoots,

@@ -10,7 +10,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_distrec import gpu
 from lightning_distrec._compat.torch import version_of
-from lightning_distrec._compat.torchrec import jagged_fields
+from lightning_distrec._compat.torchrec_modules import jagged_fields
 from lightning_distrec.recorded_step import LateWeights
 
 if TYPE_CHECKING:

@@ -31,12 +31,15 @@ from lightning_distrec.errors import CheckpointError, ConfigError, require
 from lightning_distrec.serving import answer
 from lightning_distrec.serving.program import (
     Program,
+    QuantizedTensor,
     export_program,
+    find_rows,
     free_sizes,
+    lookups_of,
     needed_packages,
+    quantize_lookups,
     tensors_of,
 )
-from lightning_distrec.serving.tables import QuantizedTensor, find_rows, lookups_of, quantize_lookups
 
 TABLES, PROGRAM, ABOUT, SCRIPT = "tables.safetensors", "program.pt2", "serving.json", "serve.py"
 EXAMPLES, REQUEST, COLUMNS = "examples.safetensors", "request.json", "columns.json"

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_distrec import gpu
-from lightning_distrec._compat.torchrec import keep_length_per_key
+from lightning_distrec._compat.torchrec_modules import keep_length_per_key
 from lightning_distrec.errors import IdsError
 
 FEATURE = "ids"

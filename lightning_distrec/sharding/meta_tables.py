@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from lightning_distrec._compat.torchrec import note_device
+from lightning_distrec._compat.torchrec_modules import note_device
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.host_memory import free_bytes
 from lightning_distrec.sharding.meta_weight import can_have_rows, give_rows, record_writes

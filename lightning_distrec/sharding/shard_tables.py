@@ -15,23 +15,21 @@ from torchrec.distributed.types import ShardedModule, ShardedTensor
 
 from lightning_distrec._compat.fbgemm import fbgemm_kernels
 from lightning_distrec._compat.torch import use_foreach_for
-from lightning_distrec._compat.torchrec import (
-    attach_fused_optimizer,
-    detach_fused_optimizer,
-    free_unsharded_tables,
-    free_weights,
-    keep_rows_undrawn,
-    silence_torchrec,
-)
-from lightning_distrec._compat.torchrec_collisions import (
+from lightning_distrec._compat.torchrec_modules import (
     COLLISIONS,
     EMBEDDINGS,
     IDENTITIES,
     MCH_IDS,
     METADATA,
     MODULES,
+    attach_fused_optimizer,
+    detach_fused_optimizer,
+    free_unsharded_tables,
+    free_weights,
     hash_zch_state,
+    keep_rows_undrawn,
     set_hash_zch_state,
+    silence_torchrec,
 )
 from lightning_distrec.chunks import refuse_pickling
 from lightning_distrec.errors import ShardingError

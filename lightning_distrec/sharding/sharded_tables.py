@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torchrec.distributed.types import ShardedModule
 
 from lightning_distrec._compat.torch import apply_in_backward, in_backward_optimizers
-from lightning_distrec._compat.torchrec import fill_weight
+from lightning_distrec._compat.torchrec_modules import fill_weight
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.sharding.initial_weights import (
     TableShard,

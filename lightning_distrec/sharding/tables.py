@@ -7,11 +7,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
-from torchrec.modules.embedding_modules import (
-    EmbeddingBagCollection,
-    EmbeddingCollection,
-    get_embedding_names_by_table,
-)
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection, get_embedding_names_by_table
 from torchrec.modules.mc_embedding_modules import (
     BaseManagedCollisionEmbeddingCollection,
     ManagedCollisionEmbeddingBagCollection,
@@ -20,7 +16,7 @@ from torchrec.modules.mc_embedding_modules import (
 from torchrec.modules.mc_modules import ManagedCollisionCollection, ManagedCollisionModule
 
 from lightning_distrec._compat.torch import have_gradient_hooks
-from lightning_distrec._compat.torchrec_collisions import COLLISIONS, EMBEDDINGS, modules_of
+from lightning_distrec._compat.torchrec_modules import COLLISIONS, EMBEDDINGS, modules_of
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.sharding.mapping.spec import MappingSpec, specs_of
 from lightning_distrec.sharding.mapping.state import finds_rows

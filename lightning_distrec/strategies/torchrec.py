@@ -23,9 +23,8 @@ from lightning_distrec.sharding.lookup.lookup_setup import CheckIds
 from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.sharding.plain_embeddings import Conversion, Convert
 from lightning_distrec.sharding.planning.table_options import EmbeddingUpdate, PlanningOptions, TableOptions
-from lightning_distrec.sharding.sharders import QuantizedComms
+from lightning_distrec.sharding.sharders import QuantizedComms, as_comms, refuse_keywords
 from lightning_distrec.sharding.sharding_groups import ShardingGroupOptions
-from lightning_distrec.sharding.torchrec_objects import as_comms, refuse_keywords
 from lightning_distrec.sharding.weights.shard_access import plain_shards
 from lightning_distrec.strategies.data_parallel.losses import LossReduction
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions, make_mesh
@@ -213,11 +212,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         # Collective where replicas of tables differ: an evaluation has one value for each row.
         run.tables.synchronize()
         run.tables.begin_step()
-        with (
-            run.evaluation_step(),
-            run.prefetching.step(args[0], has_backward=False),
-            run.tables.user_step,
-        ):
+        with run.evaluation_step(), run.prefetching.step(args[0], has_backward=False), run.tables.user_step:
             yield
 
     @contextmanager

@@ -17,7 +17,7 @@ from lightning_distrec import gpu
 from lightning_distrec._compat.gloo import receive_first
 from lightning_distrec._compat.lightning import call_after_closure, move_optimizers_to_device, wrapped_optimizers
 from lightning_distrec._compat.torch import broadcast_module_states, ignore_in_ddp, leave_optimizers_in_backward
-from lightning_distrec._compat.torchrec import replace_train_pipelines, skip_idle_record_functions
+from lightning_distrec._compat.torchrec_modules import replace_train_pipelines, skip_idle_record_functions
 from lightning_distrec.errors import ConfigError, UnsupportedError
 from lightning_distrec.optimizers.step_hooks import refuse_inexact_optimizers
 from lightning_distrec.option_values import as_options

@@ -11,7 +11,7 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 
-from lightning_distrec._compat.torchrec import silence_torchrec
+from lightning_distrec._compat.torchrec_modules import silence_torchrec
 from lightning_distrec.sharding.planning.bandwidths import AssumedBandwidths, bandwidth_request
 from lightning_distrec.sharding.planning.constraints import TableConstraints, allowed_types, torchrec_constraint
 from lightning_distrec.sharding.planning.planned_table import PlannedShard, PlannedTable, in_order

@@ -61,7 +61,7 @@ BREAKAGES = (
     # ---- what TorchRec's own models do
     Breakage(
         "in-backward-drops-a-shared-gradient",
-        "lightning_distrec/optimizers/in_backward.py",
+        "lightning_distrec/optimizers/torchrec_optimizers.py",
         r"set_to_none=not any\(map\(self\._shares_gradient, shards\)\)",
         "",
         "A data_parallel table beside one with an in-backward optimizer loses its gradient and stays as it is.",
@@ -159,7 +159,7 @@ BREAKAGES = (
     # ---- serving
     Breakage(
         "nibbles",
-        "lightning_distrec/serving/tables.py",
+        "lightning_distrec/serving/program.py",
         r"numbers & 15, numbers >> 4",
         "numbers >> 4, numbers & 15",
         "Rows of 4 bits are read with neighbouring numbers swapped.",
@@ -370,7 +370,7 @@ BREAKAGES = (
     ),
     Breakage(
         "jagged-batches-waited-for",
-        "lightning_distrec/prefetch/streams.py",
+        "lightning_distrec/prefetch/fetcher.py",
         r"non_blocking=True",
         "non_blocking=False",
         "The host waits for each batch that holds a KeyedJaggedTensor.",
@@ -394,7 +394,7 @@ BREAKAGES = (
     ),
     Breakage(
         "batch-not-awaited",
-        "lightning_distrec/prefetch/streams.py",
+        "lightning_distrec/prefetch/fetcher.py",
         r"stream\.wait_event\(copied\)",
         "pass",
         "On a GPU a step reads its batch before it is copied.",
@@ -442,7 +442,7 @@ BREAKAGES = (
     ),
     Breakage(
         "pinning-of-anything",
-        "lightning_distrec/prefetch/streams.py",
+        "lightning_distrec/prefetch/fetcher.py",
         r"return data\.pin_memory\(\) if can_be else data",
         "return data.pin_memory()",
         "Loaders that yield CUDA or sparse tensors end the run.",
@@ -908,7 +908,7 @@ BREAKAGES = (
     ),
     Breakage(
         "in-backward-optimizer-does-not-step",
-        "lightning_distrec/optimizers/in_backward.py",
+        "lightning_distrec/optimizers/torchrec_optimizers.py",
         r"for _, optimizer in reached:",
         "for _, optimizer in []:",
         "Tables with Adam by apply_optimizer_in_backward stay as they are, silently.",
@@ -916,7 +916,7 @@ BREAKAGES = (
     ),
     Breakage(
         "in-backward-rate-of-one-table",
-        "lightning_distrec/optimizers/in_backward.py",
+        "lightning_distrec/optimizers/torchrec_optimizers.py",
         r"if _settings\(\w+\) != _settings\(\w+\):",
         "if False:",
         "A rate that is changed for one table of a kernel changes none, or all, silently.",
@@ -1175,7 +1175,7 @@ BREAKAGES = (
     ),
     Breakage(
         "pipelines-make-steps",
-        "lightning_distrec/_compat/torchrec.py",
+        "lightning_distrec/_compat/torchrec_modules.py",
         r"kinds \+= kind\.__subclasses__\(\)",
         "kinds += []",
         "TorchRec's pipelines step beside Lightning, with gradients of one rank.",

@@ -29,7 +29,7 @@ from lightning_distrec._compat import fbgemm as _fbgemm
 from lightning_distrec._compat import lightning as _lightning
 from lightning_distrec._compat import tensors as _tensors
 from lightning_distrec._compat import torch as _torch
-from lightning_distrec._compat import torchrec as _torchrec
+from lightning_distrec._compat import torchrec_modules as _torchrec
 from lightning_distrec.host_memory import release_pages
 from tests.support.click_model import ClickModel, bag_configs, seeded, train_sharded
 from tests.support.ranks import run_on_ranks

@@ -8,6 +8,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -15,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_distrec._compat import lightning as _lightning_hooks
+from lightning_distrec._compat import lightning_checkpoints as _lightning_checkpoints
 from lightning_distrec._compat.lightning import is_for_rank_zero
 
 OPTIONS: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
@@ -118,11 +121,14 @@ def test_another_trainer_and_a_trainer_after_its_undo_are_lightning_s() -> None:
 
 
 def test_lightnings_command_line_reads_checkpoints_in_the_method_that_is_replaced() -> None:
-    from lightning.pytorch.cli import LightningCLI
+    @_lightning_checkpoints.reads_hyperparameters
+    class Reader(LightningCLI):
+        def read_hyperparameters(self, checkpoint: Any) -> None:
+            raise SystemExit(f"reads {checkpoint}")
 
-    source = inspect.getsource(LightningCLI._parse_ckpt_path)
-    assert "hyper_parameters" in source
-    assert "self._parse_ckpt_path()" in inspect.getsource(LightningCLI.__init__)
+    assert "hyper_parameters" in inspect.getsource(LightningCLI._parse_ckpt_path)
+    with pytest.raises(SystemExit, match="reads some.ckpt"):
+        Reader(BoringModel, args=["fit", "--ckpt_path=some.ckpt"])
 
 
 def test_code_that_is_for_rank_zero_alone_is_known_by_its_decorator(monkeypatch: pytest.MonkeyPatch) -> None:

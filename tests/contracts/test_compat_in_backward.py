@@ -9,7 +9,7 @@ from torchrec.optim import KeyedOptimizerWrapper, RowWiseAdagrad, apply_optimize
 
 from lightning_distrec._compat import lightning as _lightning
 from lightning_distrec._compat import torch as _torch
-from lightning_distrec._compat import torchrec as _torchrec
+from lightning_distrec._compat import torchrec_modules as _torchrec
 
 
 def _applied(kind: type = optim.SGD) -> nn.Parameter:

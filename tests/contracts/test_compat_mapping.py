@@ -8,8 +8,7 @@ from torchrec.modules.hash_mc_evictions import HashZchEvictionConfig, HashZchEvi
 from torchrec.modules.mc_modules import DistanceLFU_EvictionPolicy
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from lightning_distrec._compat import torchrec as _torchrec
-from lightning_distrec._compat import torchrec_collisions as _collisions
+from lightning_distrec._compat import torchrec_modules as _torchrec
 from tests.support.mapped_models import ROWS, ManagedModel, hash_zch, loader, mch
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
 from tests.support.trainers import make_trainer
@@ -17,15 +16,15 @@ from tests.support.trainers import make_trainer
 
 def test_the_settings_of_hash_zch_are_those_that_it_was_built_with() -> None:
     plain = {"policy": "", "ttl_hours": 0, "percent_reserved": 0.0}
-    assert _collisions.hash_zch_settings(hash_zch("users")) == plain
+    assert _torchrec.hash_zch_settings(hash_zch("users")) == plain
     evicts = hash_zch("users", evicts=True, opt_in_prob=100, percent_reserved_slots=25)
     actual = {"policy": "LRU_EVICTION", "ttl_hours": 1, "percent_reserved": 25}
-    assert _collisions.hash_zch_settings(evicts) == plain | actual
+    assert _torchrec.hash_zch_settings(evicts) == plain | actual
     by_feature = {
         "eviction_policy_name": HashZchEvictionPolicyName.PER_FEATURE_TTL_EVICTION,
         "eviction_config": HashZchEvictionConfig(features=["user"], per_feature_ttl=[1]),
     }
-    assert _collisions.hash_zch_difference(evicts, "users") == ""
+    assert _torchrec.hash_zch_difference(evicts, "users") == ""
     for options, reason in (
         ({"disable_fallback": True}, "disable_fallback=True"),
         (by_feature, "PER_FEATURE_TTL_EVICTION"),
@@ -34,55 +33,55 @@ def test_the_settings_of_hash_zch_are_those_that_it_was_built_with() -> None:
         ({"output_segments": [0, 10, 24], "total_num_buckets": 2}, "output_segments of unequal size"),
         ({"inference_dispatch_div_train_world_size": True}, "inference_dispatch_div_train_world_size"),
     ):
-        assert reason in _collisions.hash_zch_difference(hash_zch("users", **options), "users")  # type: ignore[arg-type]
-    assert "makes it read-only" in _collisions.hash_zch_difference(evicts, "users_readonly")
+        assert reason in _torchrec.hash_zch_difference(hash_zch("users", **options), "users")  # type: ignore[arg-type]
+    assert "makes it read-only" in _torchrec.hash_zch_difference(evicts, "users_readonly")
 
 
 def test_a_managed_collection_has_the_parts_and_the_state_that_we_take() -> None:
     model = ManagedModel(evicts=True)
-    collisions = model.mc.get_submodule(_collisions.COLLISIONS)
-    assert isinstance(model.mc.get_submodule(_collisions.EMBEDDINGS), (EmbeddingBagCollection, EmbeddingCollection))
-    assert not _collisions.returns_remapped_features(model.mc)
-    modules = _collisions.modules_of(collisions)
+    collisions = model.mc.get_submodule(_torchrec.COLLISIONS)
+    assert isinstance(model.mc.get_submodule(_torchrec.EMBEDDINGS), (EmbeddingBagCollection, EmbeddingCollection))
+    assert not _torchrec.returns_remapped_features(model.mc)
+    modules = _torchrec.modules_of(collisions)
     assert list(modules) == ["users", "goods"]
-    prefix = f"{_collisions.MODULES}.users."
+    prefix = f"{_torchrec.MODULES}.users."
     keys = {key.removeprefix(prefix) for key in collisions.state_dict() if key.startswith(prefix)}
-    assert keys == {_collisions.IDENTITIES, _collisions.METADATA, _collisions.BUCKETS}
-    identities, metadata = _collisions.hash_zch_state(modules["users"])
+    assert keys == {_torchrec.IDENTITIES, _torchrec.METADATA, _torchrec.BUCKETS}
+    identities, metadata = _torchrec.hash_zch_state(modules["users"])
     assert metadata is not None
     assert identities.shape == metadata.shape == (ROWS["users"], 1)
-    assert _collisions.hash_zch_state(hash_zch("users"))[1] is None
-    _collisions.set_hash_zch_state(modules["users"], identities + 1, metadata + 2)
+    assert _torchrec.hash_zch_state(hash_zch("users"))[1] is None
+    _torchrec.set_hash_zch_state(modules["users"], identities + 1, metadata + 2)
     state = collisions.state_dict()
-    assert state[prefix + _collisions.IDENTITIES].unique().item() == 0
-    assert state[prefix + _collisions.METADATA].unique().item() == 1
+    assert state[prefix + _torchrec.IDENTITIES].unique().item() == 0
+    assert state[prefix + _torchrec.METADATA].unique().item() == 1
 
 
 def test_mch_has_the_settings_and_the_state_that_we_take() -> None:
     module = mch("users", policy="distance", interval=3, filters=len)
-    settings = _collisions.mch_settings(module)
+    settings = _torchrec.mch_settings(module)
     assert (settings["interval"], settings["hash_function"], settings["filters"]) == (3, None, True)
     assert type(settings["policy"]) is DistanceLFU_EvictionPolicy
-    assert _collisions.mch_difference(module) == ""
-    assert "output_global_offset=24" in _collisions.mch_difference(mch("users", output_global_offset=24))
+    assert _torchrec.mch_difference(module) == ""
+    assert "output_global_offset=24" in _torchrec.mch_difference(mch("users", output_global_offset=24))
     other = mch("users", output_segments=[0, 24, 48])
-    assert "output_segments that end at 48" in _collisions.mch_difference(other)
-    state = _collisions.mch_state(module)
-    assert state.keys() | {_collisions.MCH_SEGMENTS, _collisions.MCH_LOOKUPS} == module.state_dict().keys()
+    assert "output_segments that end at 48" in _torchrec.mch_difference(other)
+    state = _torchrec.mch_state(module)
+    assert state.keys() | {_torchrec.MCH_SEGMENTS, _torchrec.MCH_LOOKUPS} == module.state_dict().keys()
     per_row = {name: torch.arange(ROWS["users"]).flip(0) for name in state}
-    per_row[_collisions.MCH_IDS] = 10 * torch.arange(ROWS["users"])
-    _collisions.set_mch_state(module, per_row, torch.tensor([7]))
-    assert module.state_dict()[_collisions.MCH_LOOKUPS].tolist() == [7]
+    per_row[_torchrec.MCH_IDS] = 10 * torch.arange(ROWS["users"])
+    _torchrec.set_mch_state(module, per_row, torch.tensor([7]))
+    assert module.state_dict()[_torchrec.MCH_LOOKUPS].tolist() == [7]
     inputs = {"": JaggedTensor(torch.tensor([0, 10, 220]), lengths=torch.tensor([3]))}
     assert module.remap(inputs)[""].values().tolist() == [23, 22, 1]
 
 
 def test_update_mch_gives_rows_to_the_ids_of_an_interval() -> None:
     module = mch("users")
-    _collisions.update_mch(module, _collisions.mch_state(module), torch.tensor([50, 7, 50]), {}, 2)
-    learned = _collisions.mch_state(module)
-    assert learned[_collisions.MCH_IDS][:3].tolist() == [7, 50, torch.iinfo(torch.int64).max]
-    assert sorted(learned[_collisions.MCH_ROWS][:2].tolist()) == sorted(module.evict().tolist())
+    _torchrec.update_mch(module, _torchrec.mch_state(module), torch.tensor([50, 7, 50]), {}, 2)
+    learned = _torchrec.mch_state(module)
+    assert learned[_torchrec.MCH_IDS][:3].tolist() == [7, 50, torch.iinfo(torch.int64).max]
+    assert sorted(learned[_torchrec.MCH_ROWS][:2].tolist()) == sorted(module.evict().tolist())
     assert learned["_mch_counts"][:2].tolist() == [1, 2]
 
 

@@ -21,8 +21,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from lightning_distrec._compat import lightning as _lightning
 from lightning_distrec._compat import tensors as _tensors
 from lightning_distrec._compat import torch as _torch
-from lightning_distrec._compat import torchrec as _torchrec
 from lightning_distrec._compat import torchrec_ids as _torchrec_ids
+from lightning_distrec._compat import torchrec_modules as _torchrec
 from tests.support.click_model import FEATURES, NO_OUTPUT, ClickModel, make_batch, seeded, train_sharded
 from tests.support.ranks import run_on_ranks
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
 from lightning_distrec.batches import SAMPLED_ELEMENTS, fingerprint, ids_by_feature, named_leaves
-from lightning_distrec.strategies.run.same_data import describe_same_data
+from lightning_distrec.strategies.run.rank_comparisons import describe_same_data
 
 
 @dataclass

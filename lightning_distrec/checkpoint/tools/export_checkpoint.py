@@ -1,4 +1,7 @@
-"""Writes a checkpoint as one plain file, of safetensors or torch, with a block of a tensor in memory at a time."""
+"""Writes a checkpoint as one plain file of safetensors or torch, or a difference and its base as one full checkpoint.
+
+In one process, with a block of a tensor in memory at a time.
+"""
 
 import json
 import os
@@ -7,18 +10,30 @@ import struct
 import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from torch import Tensor
 
-from lightning_distrec.atomic_files import fsync
-from lightning_distrec.checkpoint.contents import check_bytes, open_checkpoint, read_contents
+from lightning_distrec.atomic_files import fsync, write_file
+from lightning_distrec.checkpoint.atomic_folder import CHECKSUMS, UnfinishedFolder
+from lightning_distrec.checkpoint.contents import check_bytes, open_checkpoint, read_contents, verify
+from lightning_distrec.checkpoint.difference import CHANGED, INCREMENTAL, ROW_IDS, Difference
 from lightning_distrec.checkpoint.lazy_tensors import as_lazy, collect_tensors, read_blocks
 from lightning_distrec.checkpoint.load import SAFETENSORS_TYPES
-from lightning_distrec.checkpoint.plain_state import map_nested, plain_optimizer_state
-from lightning_distrec.chunks import LazyTensor, num_bytes
+from lightning_distrec.checkpoint.plain_state import (
+    CHUNKED,
+    STORED,
+    map_nested,
+    plain_optimizer_state,
+    read_plain,
+    to_bytes,
+)
+from lightning_distrec.checkpoint.save import PLAN_FILE, STATE_FILE, rank_file
+from lightning_distrec.checkpoint.storage import write_tensors
+from lightning_distrec.chunks import Chunk, ChunkedTensor, LazyTensor, num_bytes
 from lightning_distrec.errors import CheckpointError
 
 
@@ -218,3 +233,81 @@ def write_blocks(file: IO[bytes], lazy: LazyTensor, on_progress: Callable[[int],
     """Write a tensor's bytes. A function of its own, so that no block of it is held while the next tensor is read."""
     for block in read_blocks(lazy):
         on_progress(file.write(block.reshape(-1).view(torch.uint8).numpy().data))
+
+
+def merge(source: Path, target: Path) -> None:
+    """Write what the difference `source` stands for into the folder `target`, or raise CheckpointError."""
+    difference = open_checkpoint(source)
+    if not isinstance(difference, Difference):
+        raise CheckpointError(f"{source} is no difference: there is nothing to merge it with.")
+    if target.exists():
+        raise CheckpointError(f"{target} exists already. Choose another name.")
+    # Written again, damaged rows would get checksums that match, and nobody could find them any more.
+    if changed := verify(source):
+        raise CheckpointError(f"{source} is damaged: {changed[0]} does not match its checksum.")
+    handles = collect_tensors(read_contents(source).checkpoint)
+    state, tensors = _full_state(read_plain(source / STATE_FILE), handles)
+    marker = difference.marker
+    copied = [PLAN_FILE, *(rank_file(rank) for rank in range(marker["num_ranks"]))]
+    sizes = {name: [list(full.shape), str(full.dtype).removeprefix("torch.")] for name, full in tensors.items()}
+    # UnfinishedFolder writes these keys for the new folder; without INCREMENTAL it belongs to no series.
+    content = {key: value for key, value in marker.items() if key not in ("format", "name", "files", INCREMENTAL)}
+    unfinished = None
+    try:
+        unfinished = UnfinishedFolder(target.absolute())
+        crc32 = write_tensors(unfinished.path, tensors, None, target)()
+        write_file(unfinished.path / STATE_FILE, to_bytes(state))
+        for name in (name for name in copied if name in marker["files"]):
+            shutil.copyfile(source / name, unfinished.path / name)
+        unfinished.complete(content | {"tensors": sizes, CHECKSUMS: crc32})
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be written: {error}. No folder was left there.") from error
+    finally:
+        if unfinished is not None:
+            unfinished.abandon()
+
+
+def _full_state(raw: Any, handles: Mapping[str, LazyTensor]) -> tuple[Any, dict[str, ChunkedTensor]]:
+    """Return a difference's state as a full one's, and its tensors, read when written. handles: of both, by place."""
+    tensors: dict[str, ChunkedTensor] = {}
+
+    def put(item: Any, place: str) -> Any:
+        if not isinstance(item, Mapping) or (STORED not in item and CHANGED not in item):
+            return map_nested(item, place, put)
+        lazy = handles[place]
+        shape = tuple(lazy.shape)
+        # The writer slices and detaches what it takes for a tensor, a block at a time: reading happens there.
+        later: Any = _LazyRows(lazy, 0, shape)
+        tensors[place] = ChunkedTensor(shape, lazy.dtype, [Chunk((0,) * len(shape), later)])
+        return {STORED: place, "shape": shape, "dtype": lazy.dtype, CHUNKED: item.get(CHUNKED, True)}
+
+    state = put({key: value for key, value in raw.items() if key != ROW_IDS}, "")
+    return state, tensors
+
+
+@dataclass(frozen=True)
+class _LazyRows:
+    """Rows of a tensor in a file, with what the writer asks of a tensor; `detach` reads them."""
+
+    lazy: LazyTensor
+    first: int
+    shape: tuple[int, ...]
+
+    @property
+    def itemsize(self) -> int:
+        return self.lazy.dtype.itemsize
+
+    def numel(self) -> int:
+        return self.size().numel()
+
+    def size(self) -> torch.Size:
+        return torch.Size(self.shape)
+
+    def __getitem__(self, rows: slice) -> "_LazyRows":
+        # WritePlanner's slices have a start and a stop, and no step.
+        return _LazyRows(self.lazy, self.first + rows.start, (rows.stop - rows.start, *self.shape[1:]))
+
+    def detach(self) -> Tensor:
+        tensor = torch.empty(self.shape, dtype=self.lazy.dtype)
+        self.lazy.read_into([Chunk((self.first, *[0] * (len(self.shape) - 1)), tensor)])
+        return tensor

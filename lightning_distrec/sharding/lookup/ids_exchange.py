@@ -47,11 +47,7 @@ class IdsExchange(_Exchange):
     """
 
     def __init__(
-        self,
-        requests: list[LookupRequest],
-        values: tuple[int, ...] = (),
-        stream: Stream = None,
-        group: object = None,
+        self, requests: list[LookupRequest], values: tuple[int, ...] = (), stream: Stream = None, group: object = None
     ) -> None:
         super().__init__(requests, stream)
         with self._on_stream(), torch.no_grad(), spans.span(spans.START_INPUT_DIST):

@@ -42,10 +42,7 @@ def in_order(features: KeyedJaggedTensor, keys: list[str]) -> KeyedJaggedTensor:
 
 
 def _like(
-    features: KeyedJaggedTensor,
-    ids: Tensor,
-    weights: Tensor | None,
-    inverse: tuple[list[str], Tensor] | None = None,
+    features: KeyedJaggedTensor, ids: Tensor, weights: Tensor | None, inverse: tuple[list[str], Tensor] | None = None
 ) -> KeyedJaggedTensor:
     variable = features.variable_stride_per_key()
     return KeyedJaggedTensor(

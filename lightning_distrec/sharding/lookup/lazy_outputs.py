@@ -19,7 +19,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 from lightning_distrec import spans
 from lightning_distrec._compat.torch import FIRST_ORDERED, next_backward_number, order_backward, register_container
-from lightning_distrec._compat.torchrec import JAGGED_TENSOR_FIELDS, KEYED_TENSOR_VALUES
+from lightning_distrec._compat.torchrec_modules import JAGGED_TENSOR_FIELDS, KEYED_TENSOR_VALUES
 from lightning_distrec.errors import OptimizerError
 
 # More than one lookup makes. Above FIRST_ORDERED, 2**60, 63 bits leave numbers for 2**46 lookups.

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_distrec._compat.torch import in_backward, saved_tensors_are_hooked
-from lightning_distrec._compat.torchrec import route_by_bucket, row_wise_sharding
+from lightning_distrec._compat.torchrec_modules import route_by_bucket, row_wise_sharding
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.sharding.lookup.jagged import with_ids
 from lightning_distrec.sharding.mapping.id_mapping import flagged

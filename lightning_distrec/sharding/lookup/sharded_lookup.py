@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from lightning_distrec._compat.fbgemm import KernelCall, fbgemm_kernels, preserve_fbgemm_iterations
 from lightning_distrec._compat.torch import reached_leaves, saved_tensors_are_hooked
-from lightning_distrec._compat.torchrec import disable_mean_pooling_divisor, prepare_unequal_batches
+from lightning_distrec._compat.torchrec_modules import disable_mean_pooling_divisor, prepare_unequal_batches
 from lightning_distrec.errors import IdsError, ShardingError
 from lightning_distrec.recorded_step import OWN
 from lightning_distrec.sharding.lookup.ids_exchange import IdsExchange
@@ -30,8 +30,7 @@ from lightning_distrec.sharding.lookup.lazy_outputs import (
     PooledEmbeddings,
     SecondGradients,
 )
-from lightning_distrec.sharding.lookup.lookup_inputs import LookupInputs
-from lightning_distrec.sharding.lookup.lookup_outputs import LookupOutputs
+from lightning_distrec.sharding.lookup.lookup_formats import LookupInputs, LookupOutputs
 from lightning_distrec.sharding.lookup.lookup_setup import LookupSetup
 from lightning_distrec.sharding.lookup.request import LookupConsensus, LookupRequest, form_of
 from lightning_distrec.sharding.lookup.short_path import short_path_of

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_distrec._compat.torchrec import lookups_of
 from lightning_distrec._compat.torchrec_ids import WeightRoute
+from lightning_distrec._compat.torchrec_modules import lookups_of
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.sharding.lookup.jagged import with_weights
 from lightning_distrec.sharding.lookup.lazy_outputs import SecondGradients

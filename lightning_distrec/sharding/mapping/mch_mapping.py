@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_distrec._compat.torchrec_collisions import (
+from lightning_distrec._compat.torchrec_modules import (
     MCH_IDS,
     MCH_LOOKUPS,
     MCH_ROWS,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.modules.mc_modules import ManagedCollisionCollection, MCHManagedCollisionModule
 
-from lightning_distrec._compat.torchrec_collisions import (
+from lightning_distrec._compat.torchrec_modules import (
     COLLISIONS,
     hash_zch_difference,
     hash_zch_settings,

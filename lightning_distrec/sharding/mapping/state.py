@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchrec.modules.mc_modules import MCHManagedCollisionModule
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from lightning_distrec._compat.torchrec_collisions import (
+from lightning_distrec._compat.torchrec_modules import (
     BUCKETS,
     IDENTITIES,
     MCH_LOOKUPS,

@@ -13,7 +13,7 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator, get_pa
 from torchrec.distributed.planner.types import Shard, ShardingOption
 from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 
-from lightning_distrec._compat.torchrec import silence_torchrec
+from lightning_distrec._compat.torchrec_modules import silence_torchrec
 from lightning_distrec.sharding.planning.constraints import TableConstraints, torchrec_constraint
 from lightning_distrec.sharding.planning.costs import (
     Links,

@@ -14,9 +14,8 @@ from lightning_distrec.errors import ConfigError, ShardingError, did_you_mean
 from lightning_distrec.option_values import as_options, check_choice, plain_fields
 from lightning_distrec.sharding.planning.bandwidths import BandwidthOption, as_bandwidths
 from lightning_distrec.sharding.planning.topology import reservation_of
-from lightning_distrec.sharding.sharders import KERNELS, SHARDING_TYPES
+from lightning_distrec.sharding.sharders import KERNELS, SHARDING_TYPES, as_table_options, plain_names
 from lightning_distrec.sharding.tables import Table
-from lightning_distrec.sharding.torchrec_objects import as_table_options, plain_names
 
 EmbeddingUpdate = Literal["auto", "fused", "sparse", "dense", "fused_lazy"]
 CHOICES = {"embedding_update": get_args(EmbeddingUpdate), "ids": ("dynamic",), "evict": ("lru", "lfu", "never")}

@@ -10,7 +10,7 @@ from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import BasicCommsBandwidths, CollectiveType
 from typing_extensions import override
 
-from lightning_distrec._compat.torchrec import silence_torchrec
+from lightning_distrec._compat.torchrec_modules import silence_torchrec
 from lightning_distrec.errors import ConfigError, PlanError
 from lightning_distrec.host_memory import host_memory_bytes
 from lightning_distrec.sharding.planning.bandwidths import AssumedBandwidths

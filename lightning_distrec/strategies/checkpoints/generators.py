@@ -73,12 +73,7 @@ class HookDraws:
     def state(self, trainer: Trainer) -> dict[str, Any]:
         """Return what a checkpoint holds of this rank's."""
         calls, starts = dict(self._calls), dict(self._starts)
-        return {
-            "environment": self._environment,
-            "calls": calls,
-            "starts": starts,
-            "reloads": reload_epochs(trainer),
-        }
+        return {"environment": self._environment, "calls": calls, "starts": starts, "reloads": reload_epochs(trainer)}
 
     def restore(self, state: Mapping[str, Any], is_same_number: bool) -> None:
         """Let hooks that are still to be called draw as before. is_same_number: of ranks; if not, they use the seed."""

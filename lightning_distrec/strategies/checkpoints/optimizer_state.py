@@ -111,10 +111,7 @@ class OptimizerStates:
         return state
 
     def load(
-        self,
-        saved: Sequence[Mapping[str, Any]],
-        optimizers: Sequence[Optimizer],
-        own_optimizers: Sequence[Optimizer],
+        self, saved: Sequence[Mapping[str, Any]], optimizers: Sequence[Optimizer], own_optimizers: Sequence[Optimizer]
     ) -> None:
         """Load each optimizer's saved state. Raises CheckpointError: other ones, or other groups, were saved."""
         saved_of_tables = [state for state in saved if OF_TABLES in state]
@@ -192,12 +189,7 @@ class OptimizerStates:
             rank_zero_warn(f"{label}: the checkpoint has no state of '{fresh[0]}'{ending}; it starts empty.")
 
     def _local_state(
-        self,
-        name: str,
-        parameter: nn.Parameter,
-        values: Mapping[str, Any] | None,
-        optimizer: Optimizer,
-        is_saved: bool,
+        self, name: str, parameter: nn.Parameter, values: Mapping[str, Any] | None, optimizer: Optimizer, is_saved: bool
     ) -> dict[str, Any] | None:
         """Return the state that torch keeps for a parameter; None for none."""
         if values is None:  # it had no state when it was saved, or was not there

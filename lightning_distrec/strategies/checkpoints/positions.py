@@ -8,11 +8,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_distrec._compat.lightning_checkpoints import update_plateaus_of_this_epoch
-from lightning_distrec._compat.lightning_data import (
-    begin_loaders_again,
-    current_loader_states,
-    keep_states_of_loaders,
-)
+from lightning_distrec._compat.lightning_data import begin_loaders_again, current_loader_states, keep_states_of_loaders
 from lightning_distrec.checkpoint.load import Loaded
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.prefetch.even_batches import EvenLoader

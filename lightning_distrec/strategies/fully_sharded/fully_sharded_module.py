@@ -32,11 +32,7 @@ from lightning_distrec.strategies.data_parallel.replicated_layers import (
 )
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fully_sharded.shard_blocks import modules_in_step
-from lightning_distrec.strategies.fully_sharded.shards import (
-    draw_full,
-    fsdp_modules,
-    zero_unreduced_too,
-)
+from lightning_distrec.strategies.fully_sharded.shards import draw_full, fsdp_modules, zero_unreduced_too
 from lightning_distrec.strategies.run.process_runs import PROCESS
 
 

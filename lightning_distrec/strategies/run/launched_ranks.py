@@ -317,12 +317,7 @@ def _meeting_point(environment: ClusterEnvironment) -> MeetingPoint:
             f" (the environment has LOCAL_RANK={local_rank}, so that Lightning starts no ranks; where no launcher has "
             "set it, unset it)"
         )
-    return MeetingPoint(
-        environment.main_address,
-        (environment.main_port,),
-        type(environment).__name__,
-        hint=hint,
-    )
+    return MeetingPoint(environment.main_address, (environment.main_port,), type(environment).__name__, hint=hint)
 
 
 def _find_loss(strategy: Any) -> str:

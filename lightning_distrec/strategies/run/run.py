@@ -23,7 +23,7 @@ from lightning_distrec.strategies.data_parallel.replicated_layers import (
     NoBroadcasts,
     ReplicatedLayers,
 )
-from lightning_distrec.strategies.run.logged_keys import LoggedKeys
+from lightning_distrec.strategies.run.rank_comparisons import LoggedKeys
 from lightning_distrec.strategies.run.stopping import StopHandler
 
 

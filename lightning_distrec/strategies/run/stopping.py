@@ -16,7 +16,7 @@ from lightning_distrec.cluster.slurm import requeue
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.option_values import check_choice
 from lightning_distrec.strategies.checkpoints.checkpointing import Checkpointing
-from lightning_distrec.strategies.checkpoints.job_fit import JobFit, run_name
+from lightning_distrec.strategies.checkpoints.resuming import JobFit, run_name
 
 STOPPED = 128 + signal.SIGTERM
 """Exit code after SIGTERM: that of any program which the signal ends."""

@@ -28,10 +28,9 @@ from lightning_distrec.cluster.launched import Launched
 from lightning_distrec.cluster.rendezvous import name_in_store
 from lightning_distrec.errors import ConfigError, DistRecError, ShardingError
 from lightning_distrec.option_values import as_options, check_choice, parse_timeout
-from lightning_distrec.prefetch.even_batches import UnevenInputs, even
+from lightning_distrec.prefetch.even_batches import UnevenInputs, choose_repeats, even, join_predictions
 from lightning_distrec.strategies.checkpoints.checkpoint_io import refuse_checkpoint_io
-from lightning_distrec.strategies.checkpoints.job_fit import FIT_NUMBERS, JobFit, run_name
-from lightning_distrec.strategies.checkpoints.resuming import Resuming
+from lightning_distrec.strategies.checkpoints.resuming import FIT_NUMBERS, JobFit, Resuming, run_name
 from lightning_distrec.strategies.data_parallel.gradient_exchange import name_option
 from lightning_distrec.strategies.run.checkpoint_hooks import CheckpointHooks, full_value
 from lightning_distrec.strategies.run.launched_ranks import (
@@ -44,10 +43,9 @@ from lightning_distrec.strategies.run.launched_ranks import (
     wrap_launch,
 )
 from lightning_distrec.strategies.run.process_runs import PROCESS, Waits
+from lightning_distrec.strategies.run.rank_comparisons import compare_first_batches
 from lightning_distrec.strategies.run.run import Run, refuse_shards_of_torchrec, start_session
-from lightning_distrec.strategies.run.same_data import compare_first_batches
 from lightning_distrec.strategies.run.stopping import STOPPED, StopHandler, StopOptions
-from lightning_distrec.strategies.run.uneven_predictions import choose_repeats, join_predictions
 
 AnyRun = TypeVar("AnyRun", bound=Run)
 MatmulPrecision = Literal["highest", "high", "medium"]

@@ -12,10 +12,15 @@ from torch.optim import Optimizer
 
 from lightning_distrec._compat.lightning import init_optimizers_and_schedulers
 from lightning_distrec.errors import ConfigError, ShardingError
-from lightning_distrec.optimizers.in_backward import ANNOUNCED, share_kernels, take_in_backward
 from lightning_distrec.optimizers.param_groups import StateOnMeta
 from lightning_distrec.optimizers.table_optimizer import OwnOptimizer, build_table_optimizers, parse_table_optimizer
-from lightning_distrec.optimizers.torchrec_optimizers import members_of, see_through
+from lightning_distrec.optimizers.torchrec_optimizers import (
+    ANNOUNCED,
+    members_of,
+    see_through,
+    share_kernels,
+    take_in_backward,
+)
 from lightning_distrec.optimizers.translation import TableUpdate, frozen, name_optimizer, translate
 from lightning_distrec.optimizers.updates_in_backward import (
     hooks_without_gradients,
@@ -226,10 +231,7 @@ def updates_in_fit(
     averaged = [name for name in in_backward if kept_for or "data_parallel" in (options[name].sharding_types or ())]
     refuse_inexact_in_backward(trainer, precision, list(in_backward), averaged)
     hooks = hooks_without_gradients(trainer, module, [name for name in fused if name not in in_backward])
-    warnings = [
-        *_warn_of_half_precision(tables, fused),
-        *filter(None, [hooks]),
-    ]
+    warnings = [*_warn_of_half_precision(tables, fused), *filter(None, [hooks])]
     in_order = {name: updates[name] for name in parameters}
     return FitUpdates(in_order, own_optimizers, in_backward, warnings)
 

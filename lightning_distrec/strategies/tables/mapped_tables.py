@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_distrec._compat.torchrec import fill_weight
+from lightning_distrec._compat.torchrec_modules import fill_weight
 from lightning_distrec.errors import ConfigError, PlanError, ShardingError
 from lightning_distrec.optimizers.translation import TableUpdate
 from lightning_distrec.ranks import Ranks

@@ -24,13 +24,12 @@ from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.prefetch.batch_objects import BatchObjects
 from lightning_distrec.prefetch.even_batches import EndPolicy
-from lightning_distrec.prefetch.fetcher import PrefetchFetcher, ReadyBatch
+from lightning_distrec.prefetch.fetcher import PrefetchFetcher, ReadyBatch, Streams, move_jagged, pin
 from lightning_distrec.prefetch.in_flight_batch import InFlightBatch
 from lightning_distrec.prefetch.prefetcher import IdsExchange, Prefetcher, PrefetchOptions
 from lightning_distrec.prefetch.recorder import Recorder
 from lightning_distrec.prefetch.sources import BatchRoots, has_same_leaves
 from lightning_distrec.prefetch.step_calls import Learner
-from lightning_distrec.prefetch.streams import Streams, move_jagged, pin
 from lightning_distrec.recorded_step import OWN, LateWeights
 from lightning_distrec.sharding.lookup.ids_exchange import start_exchange
 from lightning_distrec.sharding.lookup.request import LookupRequest

@@ -14,7 +14,6 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from lightning_distrec._compat.fbgemm import set_fbgemm_iterations
 from lightning_distrec._compat.torch import have_gradient_hooks, in_backward_optimizers
 from lightning_distrec.errors import OptimizerError
-from lightning_distrec.optimizers.in_backward import InBackwardSteps
 from lightning_distrec.optimizers.param_groups import find_param_group
 from lightning_distrec.optimizers.step_hooks import (
     AddedTables,
@@ -23,7 +22,7 @@ from lightning_distrec.optimizers.step_hooks import (
     step_with,
     zero_with,
 )
-from lightning_distrec.optimizers.torchrec_optimizers import members_of
+from lightning_distrec.optimizers.torchrec_optimizers import InBackwardSteps, members_of
 from lightning_distrec.optimizers.translation import ELEMENTWISE, LearningRates, TableUpdate, sparse_form
 from lightning_distrec.optimizers.updates_in_backward import BackwardWatch, CollectionWatch, ManualWatch
 from lightning_distrec.ranks import Ranks

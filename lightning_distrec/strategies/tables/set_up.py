@@ -42,7 +42,6 @@ from lightning_distrec.sharding.tables import Table, find_tables
 from lightning_distrec.strategies.data_parallel.losses import LossWeight
 from lightning_distrec.strategies.data_parallel.replicated_layers import ReplicaCheck
 from lightning_distrec.strategies.tables.cluster_facts import check_start_memory, find_facts
-from lightning_distrec.strategies.tables.counted_ids import with_counted_ids
 from lightning_distrec.strategies.tables.decisions import (
     Decisions,
     SelectedTables,
@@ -51,7 +50,7 @@ from lightning_distrec.strategies.tables.decisions import (
     select_tables,
 )
 from lightning_distrec.strategies.tables.mapped_tables import mapped_ids
-from lightning_distrec.strategies.tables.plan_of_run import plan_of, plan_tables, save_with_logs
+from lightning_distrec.strategies.tables.plan_of_run import plan_of, plan_tables, save_with_logs, with_counted_ids
 from lightning_distrec.strategies.tables.run_tables import RunTables
 from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs, with_batch_size
 

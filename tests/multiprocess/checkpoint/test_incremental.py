@@ -18,7 +18,7 @@ from lightning_distrec.checkpoint.contents import open_checkpoint, read_full, ve
 from lightning_distrec.checkpoint.difference import Mark
 from lightning_distrec.checkpoint.storage import StoredTensors
 from lightning_distrec.checkpoint.tools.describe import describe
-from lightning_distrec.checkpoint.tools.merge import merge
+from lightning_distrec.checkpoint.tools.export_checkpoint import merge
 from lightning_distrec.cli.main import main
 from lightning_distrec.errors import CheckpointError, ConfigError
 from lightning_distrec.strategies.checkpoints import resuming

@@ -21,8 +21,8 @@ from lightning_distrec.cluster.environment import LaunchedRanks
 from lightning_distrec.cluster.launched import Launched
 from lightning_distrec.cluster.rendezvous import MeetingPoint
 from lightning_distrec.errors import CheckpointError, ConfigError
-from lightning_distrec.strategies.checkpoints import job_fit, resuming
-from lightning_distrec.strategies.checkpoints.job_fit import FOLDER
+from lightning_distrec.strategies.checkpoints import resuming
+from lightning_distrec.strategies.checkpoints.resuming import FOLDER
 from lightning_distrec.strategies.run import strategy as run_strategy
 from lightning_distrec.strategies.run.stopping import StopOptions
 from tests.support.click_model import EvaluatedModel, make_batch, rank_loader, seeded
@@ -342,6 +342,6 @@ def test_a_name_that_is_no_files_name_is_refused(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match="run_name='a/b': it becomes part of a file's name"):
         StopOptions(run_name="a/b")
     monkeypatch.setenv("LIGHTNING_DISTREC_RUN_NAME", "from the environment")
-    assert job_fit.run_name("mine") == "mine"
+    assert resuming.run_name("mine") == "mine"
     with pytest.raises(ConfigError, match="run_name='from the environment'"):
-        job_fit.run_name(None)
+        resuming.run_name(None)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchrec import KeyedJaggedTensor
 
 from lightning_distrec.errors import DataError
-from lightning_distrec.strategies.tables import counted_ids
+from lightning_distrec.strategies.tables import plan_of_run
 from lightning_distrec.strategies.tables import set_up as set_up_tables
 from tests.support.click_model import FEATURES, ClickModel, seeded
 from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
@@ -95,11 +95,11 @@ def fit(
     message: list[str] = []
 
     def noted(*args: Any) -> Any:
-        constraints = counted_ids.with_counted_ids(*args)
+        constraints = plan_of_run.with_counted_ids(*args)
         actual.update({name: table_values.pooling_factors for name, table_values in constraints.items()})
         return constraints
 
-    set_up_tables.with_counted_ids, counted_ids.rank_zero_info = noted, message.append  # type: ignore[assignment]
+    set_up_tables.with_counted_ids, plan_of_run.rank_zero_info = noted, message.append  # type: ignore[assignment]
     random.seed(2)
     np.random.seed(2)
     trained = seeded(model)

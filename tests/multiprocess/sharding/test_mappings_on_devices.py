@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode, unset_fake_temporarily
 
-from lightning_distrec._compat.torchrec_collisions import MCH_LOOKUPS, mch_state
+from lightning_distrec._compat.torchrec_modules import MCH_LOOKUPS, mch_state
 from lightning_distrec.sharding.mapping.id_mapping import IdMapping
 from lightning_distrec.sharding.mapping.mch_mapping import MchMapping
 from lightning_distrec.sharding.mapping.spec import MappingSpec, MchSpec, spec_of

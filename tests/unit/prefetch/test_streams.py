@@ -11,8 +11,8 @@ from torchrec import KeyedJaggedTensor
 
 from lightning_distrec import gpu
 from lightning_distrec.errors import ConfigError
+from lightning_distrec.prefetch.fetcher import Streams, move_jagged, pin
 from lightning_distrec.prefetch.sources import has_same_leaves
-from lightning_distrec.prefetch.streams import Streams, move_jagged, pin
 from tests.support.emulated_streams import EmulatedStreams, emulated_streams
 
 CPU = torch.device("cpu")

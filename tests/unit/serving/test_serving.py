@@ -29,8 +29,7 @@ from lightning_distrec.cli.main import main
 from lightning_distrec.errors import CheckpointError, ConfigError
 from lightning_distrec.serving import answer
 from lightning_distrec.serving.artifact import export_for_serving
-from lightning_distrec.serving.program import tensors_of, with_tensors
-from lightning_distrec.serving.tables import QuantizedTensor, dequantized, quantized
+from lightning_distrec.serving.program import QuantizedTensor, dequantized, quantized, tensors_of, with_tensors
 from tests.support.environments import environment
 
 ABSENT = ["lightning_distrec", "lightning", "torchrec", "fbgemm_gpu"]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from lightning_distrec._compat.torchrec_collisions import MCH_IDS, MCH_ROWS, MCH_SEGMENTS
+from lightning_distrec._compat.torchrec_modules import MCH_IDS, MCH_ROWS, MCH_SEGMENTS
 from lightning_distrec.chunks import ChunkedTensor
 from lightning_distrec.errors import IdsError
 from lightning_distrec.sharding.mapping.mch_mapping import MchMapping

@@ -16,7 +16,7 @@ from torch import nn
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import Perf
 
-from lightning_distrec._compat.torchrec import silence_torchrec
+from lightning_distrec._compat.torchrec_modules import silence_torchrec
 from lightning_distrec.errors import InfeasiblePlanError, PlanError
 from lightning_distrec.sharding.planning.constraints import torchrec_constraint
 from lightning_distrec.sharding.planning.partial_plan import MemoryBudget

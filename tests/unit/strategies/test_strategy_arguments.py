@@ -12,8 +12,7 @@ from torchrec.distributed.types import BoundsCheckMode, CacheAlgorithm, CachePar
 from lightning_distrec import TableOptions, TorchRecShardedStrategy, TunedDDPStrategy
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.sharding.planning.table_options import options_by_table
-from lightning_distrec.sharding.sharders import QuantizedComms
-from lightning_distrec.sharding.torchrec_objects import as_table_options
+from lightning_distrec.sharding.sharders import QuantizedComms, as_table_options
 
 
 @pytest.fixture(autouse=True)
