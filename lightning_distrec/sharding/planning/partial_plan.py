@@ -128,20 +128,17 @@ class PartialPlan:
 
     def critical_tables(self) -> list[int]:
         """Return the tables that the critical path waits for, those that it gets shorter without the most first."""
-        rank, slowest_links = int(self.compute.argmax()), self.exchange.argmax(axis=1).tolist()
-        parts_of_links = {link: [p for p, other in enumerate(slowest_links) if other == link] for link in slowest_links}
-        times: list[tuple[float, int]] = []
-        for table, ranks in enumerate(self.ranks):
-            option, links, time = self.option_of(table), self._links_of(ranks), 0.0
-            if (places := (ranks == rank).nonzero()[0]).size:
-                time += float(option.compute[places].sum())
-            for link, parts in parts_of_links.items():
-                if (places := (links == link).nonzero()[0]).size:
-                    time += float(option.exchange[np.ix_(parts, places)].sum())
-            if time > 0:
-                times.append((time, table))
+        # All tables at once: a loop over them would take most of a search.
+        options, ranks = [self.option_of(table) for table in range(len(self.ranks))], np.concatenate(self.ranks)
+        links = self._links_of(ranks)
+        times = np.concatenate([option.compute for option in options]) * (ranks == self.compute.argmax())
+        exchange = np.concatenate([option.exchange for option in options], axis=1)
+        for part, link in enumerate(self.exchange.argmax(axis=1)):
+            times += exchange[part] * (links == link)
+        tables = np.repeat(np.arange(len(options)), [len(table_ranks) for table_ranks in self.ranks])
+        sums = np.bincount(tables, times, minlength=len(options))
         # Equal times are ordered by the table's number: equal input must give equal plans.
-        return [table for _, table in sorted(times, key=lambda pair: (-pair[0], pair[1]))]
+        return [table for table in np.argsort(-sums, kind="stable").tolist() if sums[table] > 0]
 
     def recount(self) -> None:
         """Add up the ranks' times again, without the rounding errors of all moves."""

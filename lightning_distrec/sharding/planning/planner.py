@@ -66,7 +66,7 @@ def make_plan(
         if isinstance(packed, InfeasiblePlan):
             raise _error(tables, packed, topology, batch_size)
         starts = [packed]
-    packed_tables = Search(options, budget.num_ranks, seed).improve(starts, totals.lower_bound * GOOD_ENOUGH)
+    packed_tables = Search(options, seed).improve(starts, totals.lower_bound * GOOD_ENOUGH)
     placed = {}
     for number, table in enumerate(tables):
         option, ranks = packed_tables.option_of(number), packed_tables.ranks[number].tolist()
