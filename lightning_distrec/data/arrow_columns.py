@@ -7,7 +7,7 @@ import pyarrow as pa
 from pyarrow import compute, types
 
 from lightning_distrec.data.features import Feature
-from lightning_distrec.data.raw_values import Cells, Texts, words_of
+from lightning_distrec.data.raw_values import Cells, Texts
 
 MAX_SAMPLE = 2**20
 """Quantiles are exact up to this number of values; of more, every second one is dropped again and again."""
@@ -101,11 +101,8 @@ def texts_of(values: pa.Array) -> Texts:
         values = values.cast(pa.string())
     kind = np.int64 if types.is_large_string(values.type) else np.int32
     _, ends, data = values.buffers()
-    offsets = (
-        np.frombuffer(ends, dtype=kind)[values.offset : values.offset + len(values) + 1] if ends else np.zeros(1, kind)
-    )
-    starts = offsets[:-1].astype(np.int64)
-    return Texts(words_of(data or b""), starts, np.diff(offsets).astype(np.int64), is_null)
+    offsets = np.frombuffer(ends, kind)[values.offset :][: len(values) + 1] if ends else np.zeros(1, kind)
+    return Texts(np.frombuffer(data or b"", np.uint8), offsets[:-1], offsets[1:], is_null)
 
 
 class ValueCounts:

@@ -222,22 +222,23 @@ class Columns:
             raise DataError(f"column '{column}': {str(error).splitlines()[0]}") from error
         return encoded
 
-    def batch(self, encoded: dict[str, Encoded], num_rows: int) -> dict[str, Any]:
-        """Return encoded features as a batch; see the class."""
+    def tensors(self, encoded: dict[str, Encoded], num_rows: int) -> dict[str, torch.Tensor]:
+        """Return encoded features as the tensors that `batch` makes a batch of."""
         features = {name: feature for name, feature in encoded.items() if name != "label"}
-        tensors = {
-            name: torch.from_numpy(np.ascontiguousarray(array))
-            for name, array in self.encoder.arrays(features, num_rows).items()
-        }
-        if "ids.values" in tensors:
-            from torchrec import KeyedJaggedTensor
-
-            keys = [name for name, feature in self.features.items() if isinstance(feature, TableFeature)]
-            ids = KeyedJaggedTensor(keys=keys, values=tensors.pop("ids.values"), lengths=tensors.pop("ids.lengths"))
-            tensors = {"ids": ids, **tensors}
+        arrays = self.encoder.arrays(features, num_rows)
         if "label" in encoded:
-            tensors["label"] = torch.from_numpy(np.ascontiguousarray(encoded["label"].values))
-        return tensors
+            arrays["label"] = encoded["label"].values
+        return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+
+    def batch(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Return tensors as a batch; see the class."""
+        if "ids.values" not in tensors:
+            return tensors
+        from torchrec import KeyedJaggedTensor
+
+        keys = [name for name, feature in self.features.items() if isinstance(feature, TableFeature)]
+        ids = KeyedJaggedTensor(keys=keys, values=tensors.pop("ids.values"), lengths=tensors.pop("ids.lengths"))
+        return {"ids": ids, **tensors}
 
     def __call__(self, rows: pa.Table | Mapping[str, Sequence[Any]]) -> dict[str, Any]:
         """Return the batch of a table, or of lists by column. Raises DataError: a column is missing or does not fit."""
@@ -247,4 +248,4 @@ class Columns:
             raise DataError(f"rows: {error}") from error
         if missing := [column for column in self._readers if column not in table.column_names]:
             raise DataError(f"there is no column '{missing[0]}', but {', '.join(table.column_names)}.")
-        return self.batch(self.encode(table), table.num_rows)
+        return self.batch(self.tensors(self.encode(table), table.num_rows))

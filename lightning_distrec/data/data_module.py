@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import pyarrow as pa
 import torch
 from pyarrow import compute
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from lightning_distrec.atomic_files import replace_file
 from lightning_distrec.data.columns import Columns, Form
@@ -26,7 +26,7 @@ from lightning_distrec.data.row_groups import (
     find_files,
     parquet_schema,
 )
-from lightning_distrec.data.row_order import Request, RowLoader, RowOrder, RowSampler
+from lightning_distrec.data.row_order import Request, RowLoader, RowOrder, RowSampler, pack
 from lightning_distrec.errors import ConfigError, DataError
 
 
@@ -40,7 +40,7 @@ class EncodedRows(Dataset):
         self.reader, self.groups, self.columns, self.order, self.names = reader, groups, columns, order, names
         self._window: tuple[tuple[int, int], dict[str, Encoded]] | None = None
 
-    def __getitem__(self, request: Request) -> dict[str, Any]:
+    def __getitem__(self, request: Request) -> Any:
         epoch, spans = request
         self.order.begin(epoch)
         parts, num_rows = [], 0
@@ -52,7 +52,8 @@ class EncodedRows(Dataset):
                 parts.append({name: feature.slice(first - begin, until - begin) for name, feature in encoded.items()})
                 num_rows, first = num_rows + until - first, until
         joined = parts[0] if len(parts) == 1 else {name: join([part[name] for part in parts]) for name in parts[0]}
-        return self.columns.batch(joined, num_rows)
+        tensors = self.columns.tensors(joined, num_rows)
+        return pack(tensors) if get_worker_info() else self.columns.batch(tensors)
 
     def _encoded(self, epoch: int, window: int) -> dict[str, Encoded]:
         if self._window is None or self._window[0] != (epoch, window):
@@ -110,7 +111,7 @@ class ColumnData(pl.LightningDataModule):
             predict: as train; its labels are not read.
             form: "jagged" for TorchRec's collections and nn.EmbeddingBag, "padded" for nn.Embedding.
             batch_size: rows per rank and step.
-            buffer_rows: rows that are shuffled with each other. A worker holds them encoded, 8 bytes an id.
+            buffer_rows: rows that are shuffled with each other. A worker holds them encoded, 4 bytes an id.
             seed: of the order of rows; each epoch has another one.
             num_workers: processes that read and encode; 0: the training process.
             pin_memory: copy batches into pinned memory; null: where CUDA is available.

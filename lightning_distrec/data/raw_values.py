@@ -18,14 +18,14 @@ MASKS = np.array([(1 << 8 * size) - 1 for size in range(WORD + 1)], dtype=np.uin
 
 
 class Texts(NamedTuple):
-    """Texts as bytes in one array."""
+    """Texts as bytes in one array, one text after the other."""
 
-    words: np.ndarray
-    """uint64, little-endian: all bytes, with at least one word after the last text."""
+    data: np.ndarray
+    """(num_bytes,) uint8."""
     starts: np.ndarray
-    """(num_texts,) int64: first byte of each."""
-    lengths: np.ndarray
-    """(num_texts,) int64, in bytes."""
+    """(num_texts,) int32 or int64: first byte of each."""
+    ends: np.ndarray
+    """(num_texts,): the byte after its last one."""
     is_null: np.ndarray | None
     """(num_texts,) bool; None: no text is missing."""
     codes: np.ndarray | None = None
@@ -42,7 +42,7 @@ class Cells(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """A feature: ids (int64) or numbers (float32) of rows."""
+    """A feature of rows: numbers (float32), or ids, of 32 bits until they are in a batch."""
 
     values: np.ndarray
     """One for each row, or sequences one after the other."""
@@ -58,8 +58,15 @@ class Encoded(NamedTuple):
         """Return the given rows, in their order."""
         if self.offsets is None:
             return Encoded(np.take(self.values, rows, axis=0), None)
-        lengths = self.lengths()[rows]
-        return Encoded(self.values[places(self.offsets[:-1][rows], lengths)], offsets_of(lengths))
+        starts, lengths = self.offsets[rows], self.lengths()[rows]
+        offsets = offsets_of(lengths)
+        values = np.empty(offsets[-1], dtype=self.values.dtype)
+        # In blocks whose indices fit into a processor's cache.
+        for first in range(0, len(rows), BLOCK // WORD):
+            block = slice(first, first + BLOCK // WORD)
+            ends = offsets[block.start : block.stop + 1]
+            values[ends[0] : ends[-1]] = self.values[places(starts[block], lengths[block])]
+        return Encoded(values, offsets)
 
     def slice(self, first: int, stop: int) -> "Encoded":
         """Return rows from `first` to before `stop`."""
@@ -82,7 +89,9 @@ def join(parts: list[Encoded]) -> Encoded:
 def places(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Return the indices of runs, one run after the other."""
     ends = np.cumsum(lengths)
-    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
+    indices = np.repeat(starts - (ends - lengths), lengths)
+    indices += np.arange(len(indices))
+    return indices
 
 
 def offsets_of(lengths: np.ndarray) -> np.ndarray:
@@ -93,9 +102,9 @@ def offsets_of(lengths: np.ndarray) -> np.ndarray:
 def pack(texts: Sequence[Any]) -> Texts:
     """Return texts, integers, booleans and None as Texts. Raises ValueError: another type."""
     lines = [_bytes(text) for text in texts]
-    lengths = np.array([len(line) for line in lines], dtype=np.int64)
+    offsets = offsets_of(np.array([len(line) for line in lines], dtype=np.int64))
     is_null = np.array([text is None for text in texts], dtype=bool)
-    return Texts(words_of(b"".join(lines)), offsets_of(lengths)[:-1], lengths, is_null)
+    return Texts(np.frombuffer(b"".join(lines), dtype=np.uint8), offsets[:-1], offsets[1:], is_null)
 
 
 def _bytes(text: Any) -> bytes:
@@ -104,13 +113,6 @@ def _bytes(text: Any) -> bytes:
     if text is not None and not isinstance(text, (str, int)):
         raise ValueError(f"{text!r} is neither a text nor an integer")
     return b"" if text is None else str(text).encode()
-
-
-def words_of(data: Any) -> np.ndarray:
-    """Return bytes as words, filled up with zeros."""
-    words = np.zeros(len(data) // WORD + 2, dtype="<u8")
-    words.view(np.uint8)[: len(data)] = np.frombuffer(data, dtype=np.uint8)
-    return words
 
 
 def mix(words: np.ndarray) -> np.ndarray:
@@ -126,14 +128,21 @@ def mix(words: np.ndarray) -> np.ndarray:
 def hash_texts(texts: Texts, seed: int = 0) -> np.ndarray:
     """Return 64 bits for each text, (num_texts,) uint64."""
     start = mix(np.array([seed * 0x9E3779B97F4A7C15 & (1 << 64) - 1], dtype=np.uint64))
-    # In blocks whose intermediate arrays fit into a processor's cache.
-    blocks = range(0, len(texts.starts), BLOCK)
-    hashes = [_hash_block(texts, slice(first, first + BLOCK), start) for first in blocks]
-    return np.concatenate([np.zeros(0, dtype=np.uint64), *hashes])
+    # In blocks whose arrays fit into a processor's cache.
+    hashes = np.empty(len(texts.starts), dtype=np.uint64)
+    for first in range(0, len(hashes), BLOCK):
+        block = slice(first, first + BLOCK)
+        hashes[block] = _hash_block(texts, block, start)
+    return hashes
 
 
 def _hash_block(texts: Texts, block: slice, start: np.ndarray) -> np.ndarray:
-    starts, lengths = texts.starts[block], texts.lengths[block]
+    starts, ends = texts.starts[block], texts.ends[block]
+    data = texts.data[starts[0] : ends[-1]]
+    # As words, with zeros after the last text.
+    words = np.zeros(len(data) // WORD + 2, dtype="<u8")
+    words.view(np.uint8)[: len(data)] = data
+    starts, lengths = starts - starts[0], ends - starts
     hashes = start ^ lengths.astype(np.uint64)
     for done in range(0, max(1, int(lengths.max())), WORD):
         # Every text has a first word, an empty one a zero.
@@ -141,20 +150,25 @@ def _hash_block(texts: Texts, block: slice, start: np.ndarray) -> np.ndarray:
         first, remaining = starts[rows] + done, lengths[rows] - done
         odd_bytes = first & (WORD - 1)
         first = first >> 3
-        word = texts.words[first]
+        word = words[first]
         if odd_bytes.any():
             shift = (odd_bytes << 3).astype(np.uint64)
             word >>= shift
             # Two steps for the upper part: a shift by 64 bits is undefined.
-            word |= texts.words[first + 1] << np.uint64(1) << (np.uint64(63) - shift)
-        word &= MASKS[np.minimum(remaining, WORD)]
+            word |= words[first + 1] << np.uint64(1) << (np.uint64(63) - shift)
+        if remaining.min() < WORD:
+            word &= MASKS[np.minimum(remaining, WORD)]
         hashes[rows] = mix(hashes[rows] ^ word)
     return hashes
 
 
 def rows_of(hashes: np.ndarray, num_rows: int) -> np.ndarray:
-    """Return rows 1 to num_rows - 1 of hashes, int64: by their upper 32 bits, scaled."""
-    return (1 + ((hashes >> np.uint64(32)) * np.uint64(num_rows - 1) >> np.uint64(32))).astype(np.int64)
+    """Turn hashes into rows 1 to num_rows - 1, int64, in their memory: by their upper 32 bits, scaled."""
+    hashes >>= np.uint64(32)
+    hashes *= np.uint64(num_rows - 1)
+    hashes >>= np.uint64(32)
+    hashes += np.uint64(1)
+    return hashes.view(np.int64)
 
 
 class Encoder:
@@ -191,6 +205,8 @@ class Encoder:
             values = np.where(np.isnan(numbers), UNKNOWN, buckets)
         else:
             values = self._ids_of_texts(feature, [column.values for column in cells])
+        if kind != "number":
+            values = values.astype(np.uint32)
         if feature["required"] and len(missing := np.flatnonzero(_is_missing(cells[0].values))):
             raise ValueError(f"a value is missing, the first in place {missing[0]}, and '{name}' has required=True")
         lengths = cells[0].lengths
@@ -223,20 +239,22 @@ class Encoder:
 
     def arrays(self, encoded: dict[str, Encoded], num_rows: int) -> dict[str, np.ndarray]:
         """Return the arrays of a batch by the names that its tensors have; see `Columns`."""
-        arrays, dense = {}, []
+        arrays: dict[str, np.ndarray] = {}
+        dense = []
         ids = {name: feature for name, feature in encoded.items() if self.features[name]["kind"] != "number"}
         if self.plain["form"] == "jagged" and ids:
             lengths = np.ones((len(ids), num_rows), dtype=np.int32)
             for row, feature in zip(lengths, ids.values(), strict=True):
                 if feature.offsets is not None:
                     row[:] = feature.lengths()
-            arrays["ids.values"] = np.concatenate([feature.values for feature in ids.values()])
+            arrays["ids.values"] = np.concatenate([feature.values for feature in ids.values()], dtype=np.int64)
             arrays["ids.lengths"] = lengths.ravel()
         for name, feature in encoded.items():
             if feature.offsets is None and name not in ids:
                 dense.append(feature.values)
             elif name not in ids or self.plain["form"] == "padded":
-                arrays[name] = feature.values if feature.offsets is None else self._padded(name, feature)
+                values = feature.values if feature.offsets is None else self._padded(name, feature)
+                arrays[name] = values.astype(np.int64) if name in ids else values
         if dense:
             arrays["dense"] = np.stack(dense, axis=1) if num_rows else np.zeros((0, len(dense)), np.float32)
         return arrays

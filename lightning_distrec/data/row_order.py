@@ -6,6 +6,7 @@ its rank's, so that a row group is read by one worker, or by those on whose bord
 of the order, which any number of ranks and workers can share out again.
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import accumulate
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -150,6 +152,29 @@ class RowSampler(DistributedSampler):
             yield Request(self.epoch, shares.batch(self.rank, number))
 
 
+class Packed(NamedTuple):
+    """A batch on its way from a worker: one tensor, since each costs a file descriptor, and connections to pass it."""
+
+    data: torch.Tensor
+    layout: dict[str, tuple[str, list[int]]]
+    """Name -> type and shape."""
+
+
+def pack(tensors: dict[str, torch.Tensor]) -> Packed:
+    """Return tensors as one; those of 8 bytes a number come first."""
+    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+    layout = {name: (str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors.items()}
+    return Packed(torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors.values()]), layout)
+
+
+def unpack(packed: Packed) -> dict[str, torch.Tensor]:
+    """Return the tensors of `pack`, as views."""
+    types = {name: getattr(torch, kind) for name, (kind, _) in packed.layout.items()}
+    sizes = [types[name].itemsize * math.prod(shape) for name, (_, shape) in packed.layout.items()]
+    parts = zip(packed.layout.items(), packed.data.split(sizes), strict=True)
+    return {name: part.view(types[name]).view(shape) for (name, (_, shape)), part in parts}
+
+
 class RowLoader(DataLoader[Any]):
     """A DataLoader over a RowSampler that continues in the middle of an epoch, on any number of ranks and workers.
 
@@ -211,4 +236,4 @@ class RowLoader(DataLoader[Any]):
         for batch in super().__iter__():
             samples = min(state["samples"] + full.batch_size * full.num_ranks, full.num_rows)
             state = self.state = {**state, "batches": state["batches"] + 1, "samples": samples}
-            yield batch
+            yield self.dataset.columns.batch(unpack(batch)) if isinstance(batch, Packed) else batch  # type: ignore[attr-defined]
