@@ -93,9 +93,9 @@ class _PacedFile(io.FileIO):
 
     @override
     def write(self, content: Any) -> int:
-        left = memoryview(content).cast("B")
-        while left:
-            block = left[:BLOCK_BYTES]
+        remaining = memoryview(content).cast("B")
+        while remaining:
+            block = remaining[:BLOCK_BYTES]
             self._pace.wait(len(block))
-            left = left[super().write(block) :]
+            remaining = remaining[super().write(block) :]
         return memoryview(content).nbytes

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-class OwnOperations:
+class LibraryOperations:
     """A context that may be entered inside of itself. Threads of ours compute nothing that is recorded."""
 
     depth = 0
@@ -25,7 +25,7 @@ class OwnOperations:
         self.depth -= 1
 
 
-OWN = OwnOperations()
+LIBRARY_OPERATIONS = LibraryOperations()
 
 
 class LateWeights(Tensor):
@@ -35,7 +35,7 @@ class LateWeights(Tensor):
     """
 
     @staticmethod
-    def of(ids: Tensor) -> Tensor:
+    def zeros_for(ids: Tensor) -> Tensor:
         """Return those of `ids`, of any shape."""
         with torch.inference_mode(False):  # writes to inference tensors are not counted
             return torch.zeros(1, device=ids.device).expand(ids.shape).as_subclass(LateWeights)

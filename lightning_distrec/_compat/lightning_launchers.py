@@ -41,7 +41,7 @@ class ForkLauncher(_MultiProcessingLauncher):
 
     is_rank = False
     """Whether this process is a rank, and not the one that has forked it."""
-    missing_here: tuple[str, ...] = ()
+    missing_names: tuple[str, ...] = ()
     """Names of trained tensors that the module of this process has not."""
 
     def __init__(
@@ -145,7 +145,7 @@ class ForkLauncher(_MultiProcessingLauncher):
             module = trainer.lightning_module
             is_on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
             # Not strict: ranks may have added layers in `configure_model`, which is not called here.
-            self.missing_here = tuple(module.load_state_dict(state, strict=False, assign=is_on_meta).unexpected_keys)
+            self.missing_names = tuple(module.load_state_dict(state, strict=False, assign=is_on_meta).unexpected_keys)
             trainer.fit_loop.load_state_dict(progress)
         for callback in trainer.checkpoint_callbacks:
             if getattr(callback, "dirpath", "") is None:  # else it would restore a part of its state

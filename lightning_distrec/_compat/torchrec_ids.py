@@ -151,7 +151,7 @@ class _Part:
     arrived: Tensor | None = None
 
     @classmethod
-    def of(cls, tensor: Tensor, sent: list[int], received: list[int], is_small: bool) -> "_Part":
+    def packed(cls, tensor: Tensor, sent: list[int], received: list[int], is_small: bool) -> "_Part":
         """Exact: integers of 64 bits become one number where they are small, half precision becomes float32."""
         dtype = tensor.dtype
         if is_small and dtype == torch.int64:
@@ -259,7 +259,7 @@ class _SentIds(KJTAllToAllTensorsAwaitable):
             if keeps_weights and label == "weights":  # the last one
                 self.route = WeightRoute(tensor, sent, received) if self.group.size() > 1 else None
             else:
-                self.parts.append(_Part.of(tensor, sent, received, is_small or label != "values"))
+                self.parts.append(_Part.packed(tensor, sent, received, is_small or label != "values"))
         self.exchanges: list[_Exchange] = []
 
     def _wait_impl(self) -> KeyedJaggedTensor:

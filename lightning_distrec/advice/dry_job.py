@@ -102,9 +102,9 @@ def dry_module(module: LightningModule, trainer: Any, settings: TableSettings, d
         optimizers = configured_optimizers(copied)
     except Exception as error:
         failed = describe_error(error)
-    kept_for = why_kept(settings.groups)
+    retained_for = why_kept(settings.groups)
     updates, table_optimizers, in_backward, notes = updates_in_fit(
-        selection, copied, see_through(optimizers), trainer, plugin, device, {}, kept_for
+        selection, copied, see_through(optimizers), trainer, plugin, device, {}, retained_for
     )
     assumed += notes
     optimized_tables = in_backward.keys() | {name for optimizer in table_optimizers for name in optimizer.tables}

@@ -61,7 +61,7 @@ class Totals:
         return sum(self.seconds_by_span.get(name, 0.0) for name in WAITS_FOR_RANKS)
 
     @property
-    def own(self) -> float:
+    def active(self) -> float:
         """Seconds that the rank spent by itself: without waits, and without backward, which waits for gradients."""
         return self.seconds - self.waited - self.seconds_by_span.get(BACKWARD, 0.0)
 
@@ -71,7 +71,7 @@ class Totals:
 
     def times(self) -> dict[str, float]:
         """Return milliseconds per step by name."""
-        seconds = {"step": self.seconds, "own": self.own, "wait": self.waited, "host_cpu": self.cpu_seconds}
+        seconds = {"step": self.seconds, "own": self.active, "wait": self.waited, "host_cpu": self.cpu_seconds}
         device = {f"device_{k}_ms": 1000 * spent / self.device_steps for k, spent in self.device_seconds.items()}
         return {f"{name}_ms": self.ms(spent) for name, spent in seconds.items()} | device
 

@@ -20,7 +20,7 @@ from lightning_distrec.spans import STAGE_BACKWARD, STAGE_FORWARD, STAGE_LOSS, S
 KINDS = (STAGE_FORWARD, STAGE_BACKWARD, STAGE_LOSS)
 COLORS = ("#4c9be8", "#f0a04b", "#8bc48a")
 # Pixels: the picture's width, the height of a rank's row, and the margins for ranks' names and the title.
-WIDTH, ROW, LEFT, TOP = 960, 34, 70, 46
+WIDTH, ROW, MARGIN, TOP = 960, 34, 70, 46
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def idle_share(work: list[Work], num_ranks: int) -> float:
 def draw_schedule(work: list[Work], title: str) -> str:
     """Return an SVG: a row for each rank, from left to right what it computes."""
     begin, end = min(item.begin for item in work), max(item.end for item in work)
-    scale = (WIDTH - LEFT - 10) / (end - begin)
+    scale = (WIDTH - MARGIN - 10) / (end - begin)
     rows = 1 + max(item.rank for item in work)
     num_stages = 1 + max(item.stage for item in work)
     height = TOP + rows * ROW + 40
@@ -164,10 +164,10 @@ def draw_schedule(work: list[Work], title: str) -> str:
     ]
     for rank, y in enumerate(range(TOP, TOP + rows * ROW, ROW)):
         parts.append(f'<text x="10" y="{y + 19}">rank {rank}</text>')
-        parts.append(f'<rect x="{LEFT}" y="{y}" width="{WIDTH - LEFT - 10}" height="{ROW - 6}" fill="#e9edf1"/>')
+        parts.append(f'<rect x="{MARGIN}" y="{y}" width="{WIDTH - MARGIN - 10}" height="{ROW - 6}" fill="#e9edf1"/>')
     for item in work:
         # A rank with several stages draws its later ones paler: stage s is on rank s modulo ranks.
-        x, width = LEFT + (item.begin - begin) * scale, (item.end - item.begin) * scale
+        x, width = MARGIN + (item.begin - begin) * scale, (item.end - item.begin) * scale
         y, opacity = TOP + item.rank * ROW, 1.0 - 0.5 * (item.stage // rows) / max(1, num_stages // rows)
         name = f"{KINDS[item.kind]}, stage {item.stage}, micro-batch {item.microbatch}"
         parts.append(
@@ -180,7 +180,7 @@ def draw_schedule(work: list[Work], title: str) -> str:
             parts.append(f'<text x="{x + width / 2:.2f}" y="{y + 18}" text-anchor="middle">{item.microbatch}</text>')
     y = TOP + rows * ROW + 8
     for i, (kind, color) in enumerate(zip(("forward", "backward", "loss"), COLORS, strict=True)):
-        x = LEFT + 110 * i
+        x = MARGIN + 110 * i
         parts.append(f'<rect x="{x}" y="{y}" width="14" height="14" fill="{color}"/>')
         parts.append(f'<text x="{x + 20}" y="{y + 12}">{kind}</text>')
     parts.append(f'<text x="{WIDTH - 10}" y="{y + 12}" text-anchor="end">{1000 * (end - begin):.1f} ms</text></svg>')

@@ -82,8 +82,8 @@ def advise_on(options: Namespace) -> Advice:
     else:
         profile = _profile_first_batch(recipe, precision, strategy_options)
     name = "cross_node" if num_nodes > 1 else "intra_node"
-    if others := bandwidths.keys() - {name}:
-        raise ConfigError(f"--bandwidth {min(others)}: of {quantity(num_nodes, 'node')}, advise takes {name}.")
+    if unused := bandwidths.keys() - {name}:
+        raise ConfigError(f"--bandwidth {min(unused)}: of {quantity(num_nodes, 'node')}, advise takes {name}.")
     link = Link(name, bandwidths[name].bytes_per_second) if bandwidths else None
     return advise(recipe.model, job, settings, device, profile, options=strategy_options, link=link)
 

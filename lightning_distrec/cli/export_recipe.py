@@ -96,8 +96,8 @@ def _batches_of_columns(data: Any, checkpoint: Mapping[str, Any]) -> tuple[Any, 
     if (state := checkpoint.get(type(data).__qualname__)) is not None:
         data.load_state_dict(state)
     rows = data.raw_rows()
-    one = data.columns({column: [value] for column, value in rows[0].items()})
-    return next(iter(data.predict_dataloader())), one, RawRows(mapping=data.columns.to_plain(), rows=rows)
+    single_row = data.columns({column: [value] for column, value in rows[0].items()})
+    return next(iter(data.predict_dataloader())), single_row, RawRows(mapping=data.columns.to_plain(), rows=rows)
 
 
 def _batch_of_one(loader: Any) -> Any:

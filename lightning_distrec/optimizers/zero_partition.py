@@ -20,7 +20,7 @@ from lightning_distrec.optimizers.step_hooks import collect_parameters, register
 CHUNK_BYTES = 16 * 2**20
 """About how much of each rank's parameters is sent at a time."""
 # By name: older versions of torch lack some of them.
-KNOWN = tuple(
+PARTITIONED = tuple(
     getattr(torch.optim, name)
     for name in (
         *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop"),
@@ -59,7 +59,7 @@ class ZeroPartition:
 def updates_by_parameter(optimizer: Optimizer) -> bool:
     """Whether an optimizer is known to update each parameter from its own gradient and state alone."""
     # torch wraps `step` of each class once more, for its hooks and profiler.
-    is_known = inspect.unwrap(type(optimizer).step) in [inspect.unwrap(known_class.step) for known_class in KNOWN]
+    is_known = inspect.unwrap(type(optimizer).step) in [inspect.unwrap(kind.step) for kind in PARTITIONED]
     return is_known or not optimizer.param_groups  # Lightning has one without groups where there is no optimizer
 
 
@@ -70,7 +70,7 @@ def check_partitionable(optimizer: Optimizer, sparse: dict[Tensor, str]) -> None
         raise OptimizerError(
             f"zero_optimizer=True: {kind.__name__} is not known to update each parameter from its own gradient alone, "
             f"so that its state cannot be partitioned over ranks. Use one of "
-            f"{', '.join(known_class.__name__ for known_class in KNOWN)}, or set zero_optimizer=False."
+            f"{', '.join(kind.__name__ for kind in PARTITIONED)}, or set zero_optimizer=False."
         )
     sparse_name = next((sparse[p] for p in collect_parameters([optimizer]) if p in sparse), None)
     if sparse_name is not None:

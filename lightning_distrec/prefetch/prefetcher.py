@@ -30,7 +30,7 @@ from lightning_distrec.prefetch.control_message import (
 from lightning_distrec.prefetch.in_flight_batch import InFlightBatch
 from lightning_distrec.prefetch.step_calls import Learner, LookupCounts
 from lightning_distrec.ranks import Ranks
-from lightning_distrec.recorded_step import OWN
+from lightning_distrec.recorded_step import LIBRARY_OPERATIONS
 
 FAILURE_NOTICE_SECONDS = 5.0
 """How long a rank whose step failed waits for the others to read its message."""
@@ -185,7 +185,7 @@ class Prefetcher:
         if step is None or not step.takes_prefetched:
             return None
         # Our own operations are not those of the user's step: the recorder leaves them out.
-        with OWN:
+        with LIBRARY_OPERATIONS:
             return self._take(step, path, arguments)
 
     def _take(self, step: Step, path: str, arguments: tuple[Any, ...]) -> Any:

@@ -18,7 +18,7 @@ from lightning_distrec._compat.tensors import argument_names, storage_key, watch
 from lightning_distrec._compat.torch import version_of
 from lightning_distrec.prefetch.batch_objects import BatchObjects
 from lightning_distrec.prefetch.sources import BatchRoots, Path, PathSource, object_at, path_text
-from lightning_distrec.recorded_step import OWN
+from lightning_distrec.recorded_step import LIBRARY_OPERATIONS
 
 aten = torch.ops.aten
 UNINITIALIZED = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default}
@@ -234,7 +234,7 @@ class Recorder:
         self._storages.setdefault(storage_key(tensor), name)
 
     def _note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if OWN.depth or self._failure:
+        if LIBRARY_OPERATIONS.depth or self._failure:
             return
         try:
             self._note_operation(function, args, kwargs, output)

@@ -21,7 +21,7 @@ from lightning_distrec.prefetch.sources import (
     paths_of,
 )
 from lightning_distrec.ranks import Ranks
-from lightning_distrec.recorded_step import OWN
+from lightning_distrec.recorded_step import LIBRARY_OPERATIONS
 
 if TYPE_CHECKING:
     from lightning_distrec.prefetch.in_flight_batch import InFlightBatch
@@ -221,12 +221,12 @@ class Learner:
         """Record the operations of the step inside of the context."""
         assert self._recorder is not None
         # Rows are made by our own operations, which the recorder does not see: whoever makes them reports them to it.
-        OWN.note_rows = self._recorder.note_rows
+        LIBRARY_OPERATIONS.note_rows = self._recorder.note_rows
         try:
             with self._recorder.recording():
                 yield
         finally:
-            OWN.note_rows = None
+            LIBRARY_OPERATIONS.note_rows = None
 
     @property
     def records_operations(self) -> bool:

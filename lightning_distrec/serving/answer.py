@@ -28,13 +28,13 @@ except ImportError:
         raise
     sys.exit("serve.py needs the package safetensors, which is not installed. Run pip install safetensors.")
 
-HERE = Path(__file__).resolve().parent
+FOLDER = Path(__file__).resolve().parent
 
 
 class Server:
     """The trained module, as `lightning-distrec export` wrote it."""
 
-    def __init__(self, folder: str | Path = HERE, verify: bool = True) -> None:
+    def __init__(self, folder: str | Path = FOLDER, verify: bool = True) -> None:
         """Load the program, and map the tables. verify: whether to read all bytes first; ValueError: damaged."""
         folder = Path(folder)
         self.about = json.loads((folder / "serving.json").read_text())
@@ -180,7 +180,7 @@ def leaves(value: Any) -> list[torch.Tensor]:
     return [leaf for item in items for leaf in leaves(item)]
 
 
-def check(server: Server, folder: Path = HERE) -> float:
+def check(server: Server, folder: Path = FOLDER) -> float:
     """Return the largest difference from the trained module's answers to the examples; of integers, 1 or 0."""
     stored = load_file(folder / "examples.safetensors")
     answers = leaves(server.answer({name: stored["inputs." + name] for name in server.about["inputs"]}))
@@ -230,11 +230,11 @@ if __name__ == "__main__":
     elif sys.argv[1:] in (["-h"], ["--help"]):
         print(__doc__)
     elif sys.argv[1:] == ["--check"]:
-        allowed = json.loads((HERE / "serving.json").read_text())["largest_difference"]
+        allowed = json.loads((FOLDER / "serving.json").read_text())["largest_difference"]
         difference = check(Server())
         print(f"largest difference from the trained module: {difference:.3g} ({allowed:.3g} when it was exported)")
     else:
-        request = Path(sys.argv[1]) if sys.argv[1:] else HERE / "request.json"
+        request = Path(sys.argv[1]) if sys.argv[1:] else FOLDER / "request.json"
         try:
             print(json.dumps(Server().answer_plain(json.loads(request.read_text()))))
         except (OSError, ValueError) as error:

@@ -197,12 +197,12 @@ def _without_padding(path: str, features: KeyedJaggedTensor, padding_idx: int) -
     check_batch(f"'{path}'", features, features.weights_or_none())
     ids, weights = features.values(), features.weights_or_none()
     keep = ids != padding_idx
-    kept_before = torch.nn.functional.pad(keep.cumsum(0), (1, 0))
+    retained_offsets = torch.nn.functional.pad(keep.cumsum(0), (1, 0))
     return KeyedJaggedTensor(
         keys=[FEATURE],
         values=ids[keep],
         # A bag begins behind the ids that stay of the bags before it.
-        offsets=kept_before[features.offsets()],
+        offsets=retained_offsets[features.offsets()],
         weights=None if weights is None else weights[keep],
     )
 

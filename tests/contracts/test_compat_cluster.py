@@ -166,7 +166,7 @@ def test_fork_launcher_takes_over_what_rank_0_has_trained_and_raises_what_a_rank
     assert len(trainer.strategy.launcher.launch(train, trainer=trainer)) == 200_000
     assert module.bias.item() == 3.0
     assert says.loss == trainer.callback_metrics["loss"].item() == 0.25
-    assert launcher.missing_here == ("more",)
+    assert launcher.missing_names == ("more",)
     assert launcher.has_trained
     assert not launcher.is_rank
 

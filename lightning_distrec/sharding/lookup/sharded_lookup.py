@@ -19,7 +19,7 @@ from lightning_distrec._compat.fbgemm import KernelCall, fbgemm_kernels, preserv
 from lightning_distrec._compat.torch import reached_leaves, saved_tensors_are_hooked
 from lightning_distrec._compat.torchrec_modules import disable_mean_pooling_divisor, prepare_unequal_batches
 from lightning_distrec.errors import IdsError, ShardingError
-from lightning_distrec.recorded_step import OWN
+from lightning_distrec.recorded_step import LIBRARY_OPERATIONS
 from lightning_distrec.sharding.lookup.ids_exchange import IdsExchange
 from lightning_distrec.sharding.lookup.jagged import DistinctIds, Padding, SharedBags
 from lightning_distrec.sharding.lookup.lazy_outputs import (
@@ -80,7 +80,7 @@ class ShardedLookup:
         """
         if self.meet_ranks is not None:
             self.meet_ranks(self.path)
-        with OWN:
+        with LIBRARY_OPERATIONS:
             try:
                 request = self.prepare(make_features())
             except Exception as problem:  # the others are on their way into the exchange, and must learn of it there
@@ -269,7 +269,7 @@ class PendingRows:
         tensors: list[Tensor] = []
         # Columns of the short path have one node.
         with self._order.number(lambda: tensors if request.short is None else tensors[:1]):
-            with OWN:
+            with LIBRARY_OPERATIONS:
                 rows: Any = self._exchange.wait()
             if lookup.on_rows_arrived is not None:
                 lookup.on_rows_arrived(request)
@@ -292,8 +292,8 @@ class PendingRows:
                 for hook in self._hooks if tensor.requires_grad else ():
                     tensor.register_hook(hook)
         # Operations above are ours, which a recorder of the step leaves out; the rows are what the step continues with.
-        if OWN.note_rows is not None:
-            OWN.note_rows(lookup.path, tensors)
+        if LIBRARY_OPERATIONS.note_rows is not None:
+            LIBRARY_OPERATIONS.note_rows(lookup.path, tensors)
         if lookup.setup.pooled:
             return outputs.pooled(rows, request, self.frozen, self._order)
         outputs.note_used(rows, self.used)

@@ -108,8 +108,8 @@ class IdMapping(RowsOfIds):
         is_present = is_first & (rows >= 0)
         _set(self.used, rows, stamp, is_present)
         self._note_sights(rows, is_present, num_sights)
-        num_new, kept = is_new.sum(), flagged(is_new)
-        ids, windows, waiting, num_sights = (values[kept] for values in (ids, windows, is_new, num_sights_far))
+        num_new, unmapped = is_new.sum(), flagged(is_new)
+        ids, windows, waiting, num_sights = (values[unmapped] for values in (ids, windows, is_new, num_sights_far))
         if self.newcomers.numel():
             num_sights, waiting = self._admitted(windows[:, 0], num_sights, waiting)
         rows, evicted = self._take_rows(windows, waiting, stamp, limit)
@@ -168,17 +168,17 @@ class IdMapping(RowsOfIds):
                 # Free rows have no sights.
                 key = _read(self.sights, windows[full]) if self.spec.policy == "lfu" else last_uses.clamp(max=0)
                 best[full] = key.masked_fill(last_uses >= limit, torch.iinfo(key.dtype).max).argmin(1, keepdim=True)
-            chosen, last_use = windows.gather(1, best).squeeze(1).long(), used.gather(1, best).squeeze(1)
+            targets, last_use = windows.gather(1, best).squeeze(1).long(), used.gather(1, best).squeeze(1)
             has_choice = waiting & (last_use < limit)
             # num_rows is above all rows. Of ids that want the same row, the first has it.
-            in_order, order = torch.sort(chosen.masked_fill(~has_choice, self.num_rows), stable=True)
+            in_order, order = torch.sort(targets.masked_fill(~has_choice, self.num_rows), stable=True)
             wins = has_choice & torch.empty_like(has_choice).index_copy_(0, order, first_flags(in_order))
-            _set(self.used, chosen, stamp, wins)
-            rows[places] = torch.where(wins, chosen, rows[places])
-            evicted[places] = torch.where(wins & (last_use >= 0), chosen, evicted[places])
+            _set(self.used, targets, stamp, wins)
+            rows[places] = torch.where(wins, targets, rows[places])
+            evicted[places] = torch.where(wins & (last_use >= 0), targets, evicted[places])
             waiting = has_choice & ~wins
-            kept = flagged(waiting)
-            places, windows, waiting = places[kept], windows[kept], waiting[kept]
+            contested = flagged(waiting)
+            places, windows, waiting = places[contested], windows[contested], waiting[contested]
         return rows, evicted
 
 

@@ -120,10 +120,10 @@ class MchMapping(RowsOfIds):
     def state(self) -> dict[str, ChunkedTensor | Tensor]:
         """Return what is saved of this rank's part, under torchrec's names; it sorts by id what is here by row."""
         rows = self._state[MCH_ROWS]
-        by_row = {
+        rows_state = {
             name: values.new_empty(values.shape).scatter_(1, rows, values) for name, values in self._state.items()
         }
-        rows_state = {name: values.view(-1) for name, values in by_row.items()} | {MCH_ROWS: self._rows()}
+        rows_state = {name: values.view(-1) for name, values in rows_state.items()} | {MCH_ROWS: self._rows()}
         ends = torch.arange(self.spec.num_buckets + 1) * self.spec.bucket_rows
         segments = torch.cat([ends, torch.full((_SEGMENTS - len(ends),), -1)])
         return {
@@ -193,8 +193,8 @@ class MchMapping(RowsOfIds):
         ids, rows = self.ids.view_as(self._state[MCH_IDS]).sort(dim=1, stable=True)
         self._state[MCH_IDS].copy_(ids)
         self._state[MCH_ROWS].copy_(rows)
-        for name, by_row in metadata.items():
-            self._state[name].copy_(by_row.view_as(rows).gather(1, rows))
+        for name, row_values in metadata.items():
+            self._state[name].copy_(row_values.view_as(rows).gather(1, rows))
         self._index()
 
     def _index(self) -> None:

@@ -44,7 +44,7 @@ from lightning_distrec.sharding.weights.shard_elements import (
 from lightning_distrec.units import format_bytes
 
 INIT = "torch.nn.init"
-OWN = ("lightning_distrec.", "torchrec.", "fbgemm_gpu.")
+LIBRARY_PACKAGES = ("lightning_distrec.", "torchrec.", "fbgemm_gpu.")
 OWN_OF_TORCH = ("torch.optim", "torch.amp", "torch.cuda.amp", "torch.distributed", "torch.nn.parallel", "torch._dynamo")
 VALUES = frozenset({"data", "grad", "T", "mT", "H", "mH", "real", "imag", "data =", "grad ="})
 """Attributes with values; the others describe a tensor."""
@@ -141,7 +141,7 @@ def is_called_by_us(frame: FrameType | None) -> bool:
                 return True
             frame = frame.f_back  # torch's Python around an operator
             continue
-        return module.startswith(OWN) or _is_in_optimizer(frame)
+        return module.startswith(LIBRARY_PACKAGES) or _is_in_optimizer(frame)
     return True
 
 

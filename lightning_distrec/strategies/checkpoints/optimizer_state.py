@@ -35,12 +35,12 @@ class StateRanks(NamedTuple):
     """Which ranks hold the optimizer state of a parameter, where not all do: by ZeRO, or by stages of a pipeline."""
 
     rank_of: RankOf
-    is_here: Callable[[Tensor], bool] | None = None
+    is_local: Callable[[Tensor], bool] | None = None
     """Whether this rank does; None: only the one of `rank_of`."""
 
     def hold(self, parameter: Tensor, rank: int) -> bool:
         """Whether a rank, this one, holds a parameter's state."""
-        return self.rank_of(parameter) == rank if self.is_here is None else self.is_here(parameter)
+        return self.rank_of(parameter) == rank if self.is_local is None else self.is_local(parameter)
 
 
 class OptimizerStates:

@@ -30,7 +30,7 @@ from lightning_distrec.units import quantity
 
 FOLDER = ".distrec-jobs"
 """Where the records are, in default_root_dir."""
-KEPT_SECONDS = 30 * 24 * 3600.0
+RETENTION_SECONDS = 30 * 24 * 3600.0
 """After this time without a change a record is removed, by whichever job makes one."""
 CHECKPOINT_SUFFIX = ".ckpt"
 REACHED = ".reached-"
@@ -192,7 +192,7 @@ class JobFit:
                 # Records of jobs that never started again would pile up; nobody else removes them.
                 for path in self._record.parent.glob("*"):
                     with contextlib.suppress(OSError):
-                        if time.time() - path.stat().st_mtime > KEPT_SECONDS:
+                        if time.time() - path.stat().st_mtime > RETENTION_SECONDS:
                             path.unlink()
             replace_file(self._record, json.dumps(asdict(self.places), indent=1).encode())
         except OSError as error:

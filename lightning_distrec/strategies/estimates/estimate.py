@@ -199,7 +199,7 @@ def _completed(
                 fixed = sum(bytes_ for use, bytes_ in memory.items() if use != "activations")
                 target = int(MAX_MEMORY_SHARE * job.memory_bytes - fixed)
             layers = profile.saved.last_that_fit(layers, target)
-        memory["activations"] = float(profile.saved.kept_bytes(layers))
+        memory["activations"] = float(profile.saved.retained_bytes(layers))
         # Backward computes one layer again at a time, so that the largest counts.
         memory["recomputed"] = float(max(map(profile.saved.layer_bytes, layers), default=0))
     return Estimate(strategy=estimate.strategy, memory=memory, sent=estimate.sent)

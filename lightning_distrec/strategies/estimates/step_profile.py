@@ -32,7 +32,7 @@ class SavedActivations:
     running: list[str] = field(default_factory=list)
     """The watched layers whose forward runs at the moment."""
 
-    def kept_bytes(self, recomputed: Collection[str] = ()) -> int:
+    def retained_bytes(self, recomputed: Collection[str] = ()) -> int:
         """Return the bytes that stay for backward, where the layers at these paths keep their inputs alone."""
         recomputed_set = set(recomputed)
         # A storage stays if it is saved at least once while no layer that computes again runs.
@@ -71,7 +71,7 @@ class SavedActivations:
     def last_that_fit(self, paths: list[str], target: int) -> list[str]:
         """Return the layers that are left to compute again where as many of the last ones keep theirs as fit."""
         for number in range(len(paths) + 1):
-            if self.kept_bytes(paths[:number]) <= target:
+            if self.retained_bytes(paths[:number]) <= target:
                 return paths[:number]
         return paths
 
@@ -196,7 +196,7 @@ def profile_step(
             loss = module.training_step(batch, 0)
             loss = loss["loss"] if isinstance(loss, dict) else loss
             # Before backward, which frees what forward has saved, layer by layer.
-            activation_bytes = saved.kept_bytes()
+            activation_bytes = saved.retained_bytes()
             if isinstance(loss, Tensor):
                 loss.backward()
         if takes_times:

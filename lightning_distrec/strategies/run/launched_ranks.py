@@ -117,7 +117,7 @@ def fork_ranks(launcher: ForkLauncher, num_ranks: int, launch: Callable[[], Any]
         result = launch()
     except ProcessException as failure:
         raise RankError(f"rank {failure.error_index}: {str(failure).strip()}") from failure
-    if missing := launcher.missing_here:
+    if missing := launcher.missing_names:
         rank_zero_warn(
             f"{quantity(len(missing), 'trained tensor')} of the ranks ({', '.join(missing[:3])}) are not in this "
             "process's module, for which configure_model was not called. Use load_from_checkpoint."

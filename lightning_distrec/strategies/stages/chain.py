@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_distrec.cluster.consensus import Consensus, RankFlags
 from lightning_distrec.errors import ConfigError, OptimizerError, UnsupportedError, did_you_mean
-from lightning_distrec.optimizers.zero_partition import KNOWN, updates_by_parameter
+from lightning_distrec.optimizers.zero_partition import PARTITIONED, updates_by_parameter
 from lightning_distrec.option_values import check_choice, plain_fields
 from lightning_distrec.strategies.data_parallel.gradient_exchange import sparse_weights
 from lightning_distrec.strategies.fully_sharded.shard_blocks import refuse_lazy
@@ -341,7 +341,7 @@ def refuse_optimizers(optimizers: Sequence[Optimizer], module: nn.Module) -> Non
     """Raise OptimizerError: an optimizer needs more than each parameter's own gradient, or holds others' parameters."""
     for optimizer in optimizers:
         if not updates_by_parameter(optimizer):
-            names = ", ".join(optimizer_type.__name__ for optimizer_type in KNOWN)
+            names = ", ".join(optimizer_type.__name__ for optimizer_type in PARTITIONED)
             raise OptimizerError(
                 f"pipeline_parallel: {type(optimizer).__name__} is not known to update each parameter from its own "
                 f"gradient alone, and a rank has those of its stage. Use one of {names}."

@@ -173,13 +173,13 @@ def updates_in_fit(
     precision: Any,
     device: torch.device,
     earlier: Mapping[str, list[nn.Parameter]],
-    kept_for: str = "",
+    retained_for: str = "",
 ) -> FitUpdates:
     """Return what updates each table in a fit, the tables' own optimizers, and warnings.
 
     optimizers: those of configure_optimizers, which tables with an own one leave.
     trainer: or what has its callbacks, precision, accumulate_grad_batches and gradient_clip_val. precision: its plugin,
-    or what has the plugin's scaler. earlier: see `decide`. kept_for: why gradients must be kept for the optimizers.
+    or what has the plugin's scaler. earlier: see `decide`. retained_for: what else needs the gradients.
     Raises OptimizerError, UnsupportedError.
     """
     tables = selection.tables
@@ -198,10 +198,10 @@ def updates_in_fit(
     all_optimizers = [*members, *(entry.optimizer for entry in own_optimizers), *in_backward.values()]
     updates: dict[str, TableUpdate] = {}
     # Where one process steps in every backward too, nothing that comes between backward and step is an obstacle.
-    obstacle = kept_for or obstacle_to_backward_updates(trainer, module, precision)
+    obstacle = retained_for or obstacle_to_backward_updates(trainer, module, precision)
     if module.automatic_optimization and len(members) > len(optimizers):
         obstacle = obstacle or "each optimizer of CombinedOptimizer runs backward"
-    for names, reason in [(parameters.keys() - in_backward.keys(), obstacle), (in_backward.keys(), kept_for)]:
+    for names, reason in [(parameters.keys() - in_backward.keys(), obstacle), (in_backward.keys(), retained_for)]:
         updates |= translate(
             {name: parameter for name, parameter in parameters.items() if name in names},
             modes,
@@ -228,7 +228,7 @@ def updates_in_fit(
     fused = [name for name, update in updates.items() if update.in_backward]
     refuse_inexact_settings(trainer, precision, [name for name in fused if name not in in_backward])
     options = selection.options
-    averaged = [name for name in in_backward if kept_for or "data_parallel" in (options[name].sharding_types or ())]
+    averaged = [name for name in in_backward if retained_for or "data_parallel" in (options[name].sharding_types or ())]
     refuse_inexact_in_backward(trainer, precision, list(in_backward), averaged)
     hooks = hooks_without_gradients(trainer, module, [name for name in fused if name not in in_backward])
     warnings = [*_warn_of_half_precision(tables, fused), *filter(None, [hooks])]

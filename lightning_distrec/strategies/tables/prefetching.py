@@ -30,7 +30,7 @@ from lightning_distrec.prefetch.prefetcher import IdsExchange, Prefetcher, Prefe
 from lightning_distrec.prefetch.recorder import Recorder
 from lightning_distrec.prefetch.sources import BatchRoots, has_same_leaves
 from lightning_distrec.prefetch.step_calls import Learner
-from lightning_distrec.recorded_step import OWN, LateWeights
+from lightning_distrec.recorded_step import LIBRARY_OPERATIONS, LateWeights
 from lightning_distrec.sharding.lookup.ids_exchange import start_exchange
 from lightning_distrec.sharding.lookup.request import LookupRequest
 from lightning_distrec.sharding.lookup.sharded_lookup import LookedUp, ShardedLookup
@@ -257,7 +257,7 @@ class Prefetching:
         """Collective. Prepare for a backward that begins now."""
         # Tables with a fused optimizer are updated inside of backward: rows that were looked up before are stale.
         self._changes.count += 1
-        with OWN:  # under manual optimization the step goes on
+        with LIBRARY_OPERATIONS:  # under manual optimization the step goes on
             self.prefetcher.before_backward()
 
     def num_waiting(self) -> int:
