@@ -1,10 +1,14 @@
-"""Formats and parses numbers, sizes and bandwidths as people write them."""
+"""Formats and parses numbers, sizes and bandwidths as people write them, and tables of them."""
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from lightning_distrec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 BINARY_PREFIXES = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
@@ -19,10 +23,10 @@ def quantity(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def shortened(words: Sequence[str], max_shown: int) -> str:
+def shortened(words: Sequence[str], max_shown: int, separator: str = ", ") -> str:
     """Return up to `max_shown` of the words, and the number of those left out: "a, b and 3 more"."""
     suffix = f" and {len(words) - max_shown} more" if len(words) > max_shown else ""
-    return ", ".join(words[:max_shown]) + suffix
+    return separator.join(words[:max_shown]) + suffix
 
 
 def describe_error(error: BaseException) -> str:
@@ -39,11 +43,17 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 def format_bytes(number: float) -> str:
     """Return a number of bytes with its unit: 950 B, 12.3 KiB, 1.2 MiB."""
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    while number >= 1023.5 and len(units) > 1:
-        number /= 1024
-        units.pop(0)
-    return f"{number:.0f} B" if units[0] == "B" else f"{number:.1f} {units[0]}"
+    number, unit = scaled(number, ["B", "KiB", "MiB", "GiB", "TiB"], 1024, 1023.5)
+    return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
+
+
+def scaled(number: float, units: Sequence[str], factor: int = 1000, limit: float = 999.5) -> tuple[float, str]:
+    """Return a number below `limit` and its unit. units: from small to large, each `factor` times the one before."""
+    for unit in units[:-1]:
+        if number < limit:
+            return number, unit
+        number /= factor
+    return number, units[-1]
 
 
 def parse_bytes(text: str, setting: str) -> int:
@@ -82,8 +92,15 @@ def _parse(text: str, units: dict[str, float]) -> float | None:
 
 def format_bandwidth(bytes_per_second: float) -> str:
     """Return a bandwidth as parse_bandwidth reads it: 950 B/s, 25.0 MB/s, 1.2 TB/s."""
-    units = ["B/s", "KB/s", "MB/s", "GB/s", "TB/s"]
-    while bytes_per_second >= 999.5 and len(units) > 1:
-        bytes_per_second /= 1000
-        units.pop(0)
-    return f"{bytes_per_second:.0f} B/s" if units[0] == "B/s" else f"{bytes_per_second:.1f} {units[0]}"
+    number, unit = scaled(bytes_per_second, ["B/s", "KB/s", "MB/s", "GB/s", "TB/s"])
+    return f"{number:.0f} B/s" if unit == "B/s" else f"{number:.1f} {unit}"
+
+
+def text_table(headings: Iterable[str], left: Collection[str], **options: Any) -> "Table":
+    """Return a table without rows. left: headings of columns of text; others have numbers. options: of rich's Table."""
+    from rich.table import Table  # a command line that is only checked does not load it
+
+    table = Table(title_justify="left", caption_justify="left", **options)
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in left else "right")
+    return table

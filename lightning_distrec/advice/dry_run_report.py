@@ -12,7 +12,7 @@ from lightning_distrec.cluster.host_resources import HostNeeds
 from lightning_distrec.sharding.planning.report_text import rank_columns, replicas_in_words, start_in_words
 from lightning_distrec.sharding.planning.sharding_plan import TIME_PARTS, ShardingPlan
 from lightning_distrec.sharding.planning.traffic import TRAFFIC_KINDS
-from lightning_distrec.units import format_bytes, quantity
+from lightning_distrec.units import format_bytes, quantity, text_table
 
 MAX_LETTERS = 300
 """Length of the reason for what does not fit."""
@@ -50,10 +50,8 @@ def _host_needs(result: DryRun) -> HostNeeds:
 
 
 def _ranks(plan: ShardingPlan) -> TextTable:
-    text = TextTable(title="Embedding tables, per rank and step", title_justify="left")
-    text.add_column("")
-    for heading in ("min", "mean", "max", "max on rank"):
-        text.add_column(heading, justify="right")
+    headings = ("", "min", "mean", "max", "max on rank")
+    text = text_table(headings, [""], title="Embedding tables, per rank and step")
     for name, values, format_value in rank_columns(plan):
         worst = int(values.argmax())
         text.add_row(

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 from lightning.pytorch import LightningModule
 from rich.console import Console
-from rich.table import Table as TextTable
 
 from lightning_distrec.advice.dry_job import planned_share
 from lightning_distrec.advice.stages_estimate import PIPELINE, estimate_stages
@@ -32,7 +31,7 @@ from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.stages.chain import StageOptions
 from lightning_distrec.strategies.tables.set_up_inputs import TableSettings
 from lightning_distrec.strategies.torchrec import TorchRecShardedStrategy
-from lightning_distrec.units import format_bytes, quantity
+from lightning_distrec.units import format_bytes, quantity, text_table
 
 T = TypeVar("T")
 
@@ -303,15 +302,13 @@ def print_advice(advice: Advice, console: Console) -> None:
     """Print what each strategy needs, what was assumed, and which strategy to take."""
     job = advice.job
     ranks = f"{quantity(job.num_ranks, 'rank')} on {quantity(job.num_nodes, 'node')}"
-    text = TextTable(
-        title=f"{ranks}, {format_bytes(job.memory_bytes)} each, precision {job.precision}: memory per rank",
-        title_justify="left",
-        caption="Estimated, not measured: " + "; ".join(advice.notes) + "." if advice.notes else None,
-        caption_justify="left",
-    )
     uses = [use for use in MEMORY_COLUMNS if use != "recomputed" or any(use in e.memory for e in advice.estimates)]
-    for heading in ("strategy", *uses, "total", "", "sent per step"):
-        text.add_column(heading, justify="left" if heading in ("strategy", "") else "right")
+    text = text_table(
+        ("strategy", *uses, "total", "", "sent per step"),
+        ["strategy", ""],
+        title=f"{ranks}, {format_bytes(job.memory_bytes)} each, precision {job.precision}: memory per rank",
+        caption="Estimated, not measured: " + "; ".join(advice.notes) + "." if advice.notes else None,
+    )
     for estimate in advice.estimates:
         name = f"> {estimate.strategy}" if estimate.strategy == advice.strategy else f"  {estimate.strategy}"
         if estimate.refused:

@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table as TextTable
 
 from lightning_distrec.errors import missing_package
-from lightning_distrec.units import format_bytes, quantity
+from lightning_distrec.units import format_bytes, quantity, text_table
 
 
 @dataclass(frozen=True)
@@ -300,14 +299,12 @@ def print_results(results: Sequence[Result], steps: int, console: Console) -> No
     """Print one row per strategy and number of devices."""
     # A case that has failed has fewer runs than others.
     rounds = max(len(result.runs) for result in results)
-    text = TextTable(
+    text = text_table(
+        ("strategy", "devices", "step, ms", "samples/s", "efficiency", "peak memory per rank"),
+        ["strategy"],
         title=f"Medians over {quantity(steps, 'step')} and {quantity(rounds, 'round')}",
-        title_justify="left",
         caption="In parentheses: fastest and slowest round. Memory on a CPU is that of the process, with libraries.",
-        caption_justify="left",
     )
-    for heading in ("strategy", "devices", "step, ms", "samples/s", "efficiency", "peak memory per rank"):
-        text.add_column(heading, justify="left" if heading == "strategy" else "right")
     for result in results:
         name, devices = result.case.strategy, str(result.case.devices)
         if result.failure:

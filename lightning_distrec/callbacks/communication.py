@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from rich.console import Console
-from rich.table import Table as TextTable
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -20,7 +19,7 @@ from lightning_distrec._compat.tensors import watch_sends
 from lightning_distrec._compat.torch import has_comm_hook, in_backward, watch_collectives
 from lightning_distrec._compat.torchrec_modules import ddp_of_data_parallel_tables
 from lightning_distrec.callbacks.steps import LogTimes, Stoppable, log
-from lightning_distrec.units import format_bytes
+from lightning_distrec.units import format_bytes, text_table
 
 IDS, ROWS, ROW_GRADIENTS, DENSE_GRADIENTS = "ids", "rows", "row gradients", "dense gradients"
 GATHERED, REPLICAS = "gathered parameters", "replicas of tables"
@@ -184,10 +183,9 @@ def print_table(per_step: Tensor, nodes: Nodes, steps: int, console: Console | N
     several_nodes = nodes is not None and len(set(nodes)) > 1
     title = f"Bytes sent per rank and step ({ranks} ranks, {steps} steps)"
     caption = "All-to-alls and sends are counted exactly, other collectives as rings; gradients under DDP are computed."
-    text = TextTable(title=title, title_justify="left", caption=caption, caption_justify="left")
     node_headings = ["across nodes"] if several_nodes else []
-    for heading in ["kind", "mean", "max", "on rank", *node_headings, "source", "calls"]:
-        text.add_column(heading, justify="left" if heading in ("kind", "source") else "right")
+    headings = ["kind", "mean", "max", "on rank", *node_headings, "source", "calls"]
+    text = text_table(headings, ["kind", "source"], title=title, caption=caption)
     sent, across, calls = per_step.unbind(1)
     # DDP's own reduction makes no call that is seen; those of hooks and of replicas of stages are.
     is_computed = [kind == DENSE_GRADIENTS and not calls[:, i].any() for i, kind in enumerate(KINDS)]

@@ -12,6 +12,7 @@ from lightning_distrec.batches import RankReports, ids_by_feature
 from lightning_distrec.callbacks.steps import log
 from lightning_distrec.callbacks.throughput import SampleCounter
 from lightning_distrec.errors import ConfigError
+from lightning_distrec.units import text_table
 
 WAIT_SECONDS = 60.0
 """How long rank 0 waits at the end of a fit for reports that are not there yet."""
@@ -101,9 +102,8 @@ def _table(rows: list[dict[str, Any]], num_batches: int) -> Table:
     features = list(dict.fromkeys(name for row in rows for name in row["ids"]))
     left_out = f"{len(features) - MAX_COLUMNS} more features are logged" if len(features) > MAX_COLUMNS else None
     title = f"Read in the first {num_batches} batches" if num_batches > 1 else "Read in the first batch"
-    table = Table(title=title, title_justify="left", caption=left_out, caption_justify="left")
-    for heading in ("rank", "device", "batch size", "samples", *features[:MAX_COLUMNS]):
-        table.add_column(heading, justify="left" if heading == "device" else "right")
+    headings = ("rank", "device", "batch size", "samples", *features[:MAX_COLUMNS])
+    table = text_table(headings, ["device"], title=title, caption=left_out)
     for row in rows:
         ranges = [row["ids"].get(name) for name in features[:MAX_COLUMNS]]
         texts = ["" if ids is None else f"{ids[0]:,} to {ids[1]:,}" for ids in ranges]

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table as TextTable
 
 from lightning_distrec._compat.torch import default_store
 from lightning_distrec.spans import BACKWARD, WAIT_CONTROL_MESSAGE, WAIT_INPUT_DIST, WAIT_OUTPUT_DIST
-from lightning_distrec.units import format_bytes, format_ranks
+from lightning_distrec.units import format_bytes, format_ranks, text_table
 
 # What waits for other ranks. A wait for data is a rank's own time: its loader is slow.
 WAITS_FOR_RANKS = (WAIT_INPUT_DIST, WAIT_OUTPUT_DIST, WAIT_CONTROL_MESSAGE)
@@ -253,11 +252,12 @@ def print_summary(summary: dict[str, Any]) -> None:
         rows = sorted(rows, key=lambda row: -row["own_ms"])[:MAX_SHOWN_RANKS]
         lines.append(f"{MAX_SHOWN_RANKS} of {summary['ranks']} ranks are shown, those with most time of their own")
     title = f"Fit over {summary['ranks']} ranks" if summary["ranks"] > 1 else "Fit"
-    text = TextTable(title=title, title_justify="left", caption="\n".join(lines), caption_justify="left")
     times = [name for name in rows[0] if name.endswith("_ms")]
     headings = [name.replace("_ms", " ms").replace("host_", "") for name in times]
-    for heading in ("rank", "host", "node", "local", "device", *headings, *rows[0]["memory_bytes"]):
-        text.add_column(heading.replace("_", " "), justify="left" if heading in ("host", "device") else "right")
+    headings = ["rank", "host", "node", "local", "device", *headings, *rows[0]["memory_bytes"]]
+    text = text_table(
+        [heading.replace("_", " ") for heading in headings], ["host", "device"], title=title, caption="\n".join(lines)
+    )
     for row in rows:
         place = (str(row[name]) for name in ("rank", "host", "node", "local_rank", "device"))
         milliseconds = (f"{row[name]:.1f}" if name in row else "" for name in times)

@@ -13,6 +13,7 @@ from lightning_distrec._compat.lightning import show_in_progress_bar
 from lightning_distrec.batches import is_keyed, named_leaves
 from lightning_distrec.callbacks.steps import Clocked, LogTimes, Step, log, seconds_by_span
 from lightning_distrec.errors import ConfigError, did_you_mean
+from lightning_distrec.units import scaled
 
 
 class SampleCounter:
@@ -183,10 +184,7 @@ class Throughput(Clocked):
 
 def format_count(number: float) -> str:
     """Return a number with three significant digits: 950, 12.3k, 1.23M."""
-    units = ["", "k", "M", "G"]
-    # The bounds are where rounding would add a digit: 999.5 is 1.00k, and 99.95 is 100.
-    while number >= 999.5 and len(units) > 1:
-        number /= 1000
-        units.pop(0)
+    number, unit = scaled(number, ["", "k", "M", "G"])
+    # The bounds are where rounding would add a digit: 99.95 is 100.
     digits = 0 if number >= 99.95 else 1 if number >= 9.995 else 2
-    return f"{number:.{digits}f}{units[0]}"
+    return f"{number:.{digits}f}{unit}"

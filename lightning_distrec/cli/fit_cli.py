@@ -22,8 +22,7 @@ import lightning_distrec
 from lightning_distrec._compat.lightning_checkpoints import reads_hyperparameters
 from lightning_distrec.callbacks.prediction_writer import PredictionWriter
 from lightning_distrec.checkpoint.contents import read_contents
-from lightning_distrec.cli.lightning_cli import OneBlockParser
-from lightning_distrec.cli.parser_errors import one_sentence
+from lightning_distrec.cli.lightning_cli import OneBlockParser, one_sentence
 from lightning_distrec.errors import (
     CheckpointError,
     ConfigError,

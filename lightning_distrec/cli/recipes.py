@@ -13,6 +13,7 @@ import yaml
 from lightning_distrec.cli.command_line import EXIT_OK, console
 from lightning_distrec.errors import ConfigError, did_you_mean
 from lightning_distrec.registration import short_name
+from lightning_distrec.units import text_table
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace
@@ -66,11 +67,8 @@ def find_parts(folder: Path, name: str) -> list[str]:
 
 
 def _print_list(folder: Path) -> None:
-    from rich.table import Table as TextTable
-
-    text = TextTable(title="Copy one: lightning-distrec recipes copy NAME", title_justify="left")
-    for heading in ("recipe", "strategy", "what it does"):
-        text.add_column(heading)
+    headings = ("recipe", "strategy", "what it does")
+    text = text_table(headings, headings, title="Copy one: lightning-distrec recipes copy NAME")
     for name in recipe_names(folder):
         # Not imported: a recipe may need packages that are not installed.
         description = ast.get_docstring(ast.parse((folder / name / "__init__.py").read_text("utf-8"))) or ""

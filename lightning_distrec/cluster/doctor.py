@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.filesize import decimal
-from rich.table import Table
 
 from lightning_distrec.cluster.consensus import all_gather_plain
 from lightning_distrec.cluster.environment import complete_launched, find_launched
@@ -26,7 +25,7 @@ from lightning_distrec.cluster.host_resources import HostNeeds, open_files_limit
 from lightning_distrec.cluster.launched import Launched
 from lightning_distrec.cluster.rendezvous import MeetingPoint, meet
 from lightning_distrec.host_memory import host_memory_bytes
-from lightning_distrec.units import format_ranks, quantity, shortened
+from lightning_distrec.units import format_ranks, quantity, shortened, text_table
 from lightning_distrec.versions import find_installed, problem_with
 
 MIB = 1 << 20
@@ -280,9 +279,8 @@ def print_diagnosis(findings: Findings, problems: list[Problem], console: Consol
     total = f"{quantity(len(findings.ranks), 'rank')} on {quantity(findings.num_nodes, 'node')}"
     console.print(f"{total}, started by {findings.started_by}")
     console.print(f"with {findings.ranks[0].versions}, Python {findings.ranks[0].python}")
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("node", "ranks", "GPUs", "CPUs", "memory", "open files", SHARED_MEMORY):
-        table.add_column(heading, justify="left" if heading in ("node", "ranks") else "right")
+    headings = ("node", "ranks", "GPUs", "CPUs", "memory", "open files", SHARED_MEMORY)
+    table = text_table(headings, ["node", "ranks"], box=None, pad_edge=False, header_style="bold")
     for node_ranks in _by_node(findings.ranks):
         first_rank = node_ranks[0]
         table.add_row(

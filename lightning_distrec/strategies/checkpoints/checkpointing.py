@@ -32,11 +32,10 @@ from lightning_distrec.strategies.checkpoints.checkpoint_io import (
     read_checked,
     refuse_folder,
 )
-from lightning_distrec.strategies.checkpoints.generators import HookDraws
 from lightning_distrec.strategies.checkpoints.incremental_saves import IncrementalSaves
 from lightning_distrec.strategies.checkpoints.module_weights import load_weights
 from lightning_distrec.strategies.checkpoints.optimizer_state import OF_TABLES, START, OptimizerStates, StateRanks
-from lightning_distrec.strategies.checkpoints.positions import Positions
+from lightning_distrec.strategies.checkpoints.positions import HookDraws, Positions
 from lightning_distrec.strategies.checkpoints.resuming import JobFit
 from lightning_distrec.strategies.checkpoints.table_states import SavedTables
 from lightning_distrec.versions import find_installed

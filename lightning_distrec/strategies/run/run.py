@@ -16,7 +16,7 @@ from lightning_distrec.errors import ShardingError, UnsupportedError
 from lightning_distrec.optimizers.gradient_hooks import GradientHooks
 from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.strategies.checkpoints.checkpointing import Checkpointing
-from lightning_distrec.strategies.checkpoints.generators import fingerprint
+from lightning_distrec.strategies.checkpoints.positions import fingerprint
 from lightning_distrec.strategies.data_parallel.losses import ADVICE, UnreachedLoss, reaches_a_parameter
 from lightning_distrec.strategies.data_parallel.replicated_layers import (
     BroadcastSkipper,

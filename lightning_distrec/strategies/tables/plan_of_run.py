@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +34,7 @@ from lightning_distrec.sharding.tables import Table
 from lightning_distrec.strategies.tables.cluster_facts import ClusterFacts
 from lightning_distrec.strategies.tables.decisions import Decisions
 from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs, TableSettings
-from lightning_distrec.units import describe_error
+from lightning_distrec.units import describe_error, shortened
 
 MAX_NAMED = 4
 """Number of tables that the message names."""
@@ -98,15 +97,15 @@ def _report(tables: list[Table], counts: IdCounts, total: int, num_ranks: int, n
             texts.append(_in_words(table, factors))
     lines = []
     if texts:
-        text = f"{'; '.join(texts[:MAX_NAMED])}{_more(texts)}"
+        text = shortened(texts, MAX_NAMED, "; ")
         lines.append(f"ids per example, counted in {total} batches of {num_ranks} ranks: {text}")
     if unknown:
         lines.append(
-            f"ids per example of {', '.join(unknown[:MAX_NAMED])}{_more(unknown)} are not known: no batch holds their "
+            f"ids per example of {shortened(unknown, MAX_NAMED)} are not known: no batch holds their "
             "features by name, nor does what sparse_inputs(batch) returns. Set pooling_factor where planning needs it"
         )
     if notes:
-        lines.append(f"not read: {'; '.join(notes[:MAX_NAMED])}{_more(notes)}")
+        lines.append(f"not read: {shortened(notes, MAX_NAMED, '; ')}")
     rank_zero_info(f"torchrec_sharded: estimate_pooling: {'. '.join(lines)}.")
 
 
@@ -115,10 +114,6 @@ def _in_words(table: Table, factors: tuple[float, ...]) -> str:
         return f"{table.full_name} {factors[0]:.2f}"
     features = zip(table.config.feature_names, factors, strict=True)
     return f"{table.full_name} {', '.join(f'{feature} {factor:.2f}' for feature, factor in features)}"
-
-
-def _more(names: list[Any]) -> str:
-    return f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
 
 
 OF_CHECKPOINT = "FORCE_LOAD_SHARDING_PLAN"
