@@ -77,7 +77,8 @@ def receive_first(node_of_rank: Sequence[int]) -> Patches:
     def find_group(group: Any) -> _Group | None:
         if group not in groups:
             nodes = {node_of_rank[rank] for rank in dist.get_process_group_ranks(group)}
-            groups[group] = _Group(group) if len(nodes) > 1 and _has_gloo(group) else None
+            over_gloo = "cpu:gloo" in str(dist.get_backend_config(group))
+            groups[group] = _Group(group) if len(nodes) > 1 and over_gloo else None
         return groups[group]
 
     @functools.wraps(original)
@@ -102,7 +103,3 @@ def receive_first(node_of_rank: Sequence[int]) -> Patches:
     patches = Patches()
     patches.replace(dist, "all_to_all_single", all_to_all_single)
     return patches
-
-
-def _has_gloo(group: Any) -> bool:
-    return "cpu:gloo" in str(dist.get_backend_config(group))

@@ -29,6 +29,7 @@ from lightning_distrec.errors import (
     DataError,
     DistRecError,
     MissingPackageError,
+    RankError,
     did_you_mean,
     missing_package,
 )
@@ -211,7 +212,6 @@ def leave_after_failure() -> None:
 
 def speaks(error: Exception) -> bool:
     """Return whether this rank prints the error: one of a node does, or one whose message reaches no other."""
-    from lightning_distrec.errors import RankError
     from lightning_distrec.strategies.run.process_runs import PROCESS
 
     rank_of_node = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"

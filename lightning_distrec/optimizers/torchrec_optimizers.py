@@ -148,17 +148,14 @@ def share_kernels(updates: Mapping[str, TableUpdate]) -> dict[str, TableUpdate]:
         if not update.in_backward or group is None:
             shared[name] = update
             continue
-        leader = next((other for other in leaders if _same_settings(other, update)), None)
+        # The state is filled by table, so that its start may differ; what the kernel is called with may not.
+        settings = update.kind, update.arguments
+        leader = next((other for other in leaders if (other.kind, other.arguments) == settings), None)
         if leader is None:
             leaders.append(leader := update)
         assert leader.param_group is not None
         shared[name] = replace(update, param_group=replace(group, shared_label=leader.param_group.label))
     return shared
-
-
-def _same_settings(first: TableUpdate, second: TableUpdate) -> bool:
-    # The state is filled by table, so that its start may differ; what the kernel is called with may not.
-    return first.kind == second.kind and first.arguments == second.arguments
 
 
 class InBackwardSteps:

@@ -21,7 +21,7 @@ def average_gradients(weights: Sequence[nn.Parameter], group: Any) -> None:
     """
     if not weights:
         return
-    gradients = [None if weight.grad is None else _summed(weight.grad) for weight in weights]
+    gradients = [w.grad.coalesce() if w.grad is not None and w.grad.is_sparse else w.grad for w in weights]
     forms = [_NONE if g is None else _FIRST_SPARSE + len(g.values()) if g.is_sparse else _DENSE for g in gradients]
     # First what each has: replicas see other ids, so that one may have no gradient where another has one.
     # What follows is decided by the gathered forms, alike on all replicas.
@@ -39,10 +39,6 @@ def average_gradients(weights: Sequence[nn.Parameter], group: Any) -> None:
 
 _NONE, _DENSE, _FIRST_SPARSE = range(3)
 """What a rank sends of a gradient: that it has none, or a dense one, or this plus the number of its rows."""
-
-
-def _summed(gradient: Tensor) -> Tensor:
-    return gradient.coalesce() if gradient.is_sparse else gradient
 
 
 def _average_dense(weight: nn.Parameter, gradient: Tensor | None, group: Any) -> None:

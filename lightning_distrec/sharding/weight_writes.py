@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_distrec._compat.tensors import version_of
 from lightning_distrec.errors import ShardingError
-from lightning_distrec.sharding.weights.shard_elements import ELEMENTWISE
+from lightning_distrec.sharding.weights.shard_operations import ELEMENTWISE
 from lightning_distrec.sharding.weights.shard_weight import DRAWS
 
 OVERWRITE = DRAWS | {"zero_", "fill_", "copy_", "trunc_normal_"}

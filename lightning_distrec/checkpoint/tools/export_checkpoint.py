@@ -111,7 +111,8 @@ def export(
         raise CheckpointError(f"{target}: --pickles reads weights alone. Name it *.safetensors or *.pt.")
     value = _read_content(source, target, pickles)
     total = sum(num_bytes(lazy) for lazy in collect_tensors(value).values())
-    _check_disk_space(target, total)
+    if total > (free := shutil.disk_usage(target.parent).free):
+        raise CheckpointError(f"{target} needs {total:,} bytes, and its file system has {free:,} free.")
     written = 0
 
     def advance(count: int) -> None:
@@ -162,11 +163,6 @@ def _read_content(source: Path, target: Path, pickles: bool) -> dict[str, Any]:
     # In our folders parameters have names; in torch's files they have numbers already.
     plain = [plain_optimizer_state(state) if "optimizer" in state else state for state in states]
     return {**checkpoint, "optimizer_states": plain}
-
-
-def _check_disk_space(target: Path, needed: int) -> None:
-    if needed > (free := shutil.disk_usage(target.parent).free):
-        raise CheckpointError(f"{target} needs {needed:,} bytes, and its file system has {free:,} free.")
 
 
 def write_torch_file(path: Path, value: Any, on_progress: Callable[[int], None]) -> None:

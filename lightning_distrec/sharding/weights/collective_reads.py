@@ -12,7 +12,6 @@ from torchrec.distributed.composable.table_batched_embedding_slice import TableB
 
 from lightning_distrec._compat.tensors import storage_key
 from lightning_distrec.errors import ShardingError
-from lightning_distrec.sharding.weights.reductions import mean_gradient
 from lightning_distrec.sharding.weights.shard_access import (
     GuardedTable,
     SharedState,
@@ -20,7 +19,7 @@ from lightning_distrec.sharding.weights.shard_access import (
     without_guard,
     write_back,
 )
-from lightning_distrec.sharding.weights.shard_elements import first_of, is_guarded, is_in_place
+from lightning_distrec.sharding.weights.shard_operations import first_of, is_guarded, is_in_place, mean_gradient
 
 Rectangle = tuple[int, int, int, int]
 """First row, first column, number of rows, number of columns."""

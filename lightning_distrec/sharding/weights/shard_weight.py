@@ -1,7 +1,7 @@
 """The parameters that a module shows of a sharded table: this rank's shard, guarded against being taken for the table.
 
 User code sees the table's shape. Elementwise operations (averages, clamps, decay) are exact on shards and run on them
-(shard_elements.py). Sums, norms and extremes run over all ranks (reductions.py). Random draws, also in torch.nn.init,
+(shard_operations.py). Sums, norms and extremes run over all ranks. Random draws, also in torch.nn.init,
 run for the full table on every rank, which keeps its shard: rows of ranks differ, and generators have drawn what they
 draw in one process. What a step computes of a table with gathered_weight=True is computed of the full table, as in one
 process (collective_reads.py). Everything else that needs values is refused, naming the table. Optimizers, torchrec and
@@ -23,7 +23,6 @@ from lightning_distrec._compat.torch import use_foreach_for
 from lightning_distrec.errors import ShardedWeightError
 from lightning_distrec.host_memory import free_host_bytes
 from lightning_distrec.sharding.weights.collective_reads import call_on_full
-from lightning_distrec.sharding.weights.reductions import is_reduction, reduce_over_ranks
 from lightning_distrec.sharding.weights.shard_access import (
     GuardedTable,
     ShardPlace,
@@ -31,12 +30,14 @@ from lightning_distrec.sharding.weights.shard_access import (
     without_guard,
     write_back,
 )
-from lightning_distrec.sharding.weights.shard_elements import (
+from lightning_distrec.sharding.weights.shard_operations import (
     compute,
     first_of,
     is_elementwise,
     is_guarded,
     is_in_place,
+    is_reduction,
+    reduce_over_ranks,
     tensors_in,
     words,
     write_rows,

@@ -303,7 +303,9 @@ def _look_up(
         if compare is not None and isinstance(tables[0].plain, nn.Embedding):
             # The ids of an nn.Embedding may have any shape: their number is not the number of examples.
             compare = weight.add_ids if only_rows and learning else None
-        rowless = {table.name: table.full_name for table in tables if _is_rowless(shards, table, updates)}
+        # Tables whose gradients are kept, and whose rows are all on other ranks.
+        trained = [table for table in tables if not updates[table.full_name].in_backward]
+        rowless = {t.name: t.full_name for t in trained if not shards.shards[t.full_name][0].weight.numel()}
         lookup = ShardedLookup(
             LookupSetup(
                 sharded=sharded,
@@ -327,11 +329,6 @@ def _look_up(
     for lookup in run_tables.lookups_of(shards.fused_tables):
         lookup.update_watch = run_tables.backward_watch
     return run_tables
-
-
-def _is_rowless(shards: ShardedTables, table: Table, updates: dict[str, TableUpdate]) -> bool:
-    """Whether other ranks have all rows of a table whose gradients are kept."""
-    return not shards.shards[table.full_name][0].weight.numel() and not updates[table.full_name].in_backward
 
 
 def _note_gradients(reached: set[str], rowless: dict[str, str], table: str | None) -> None:
