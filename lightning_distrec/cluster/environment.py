@@ -5,7 +5,7 @@ refuses ways to start ranks that it cannot count.
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from lightning.fabric.plugins.environments import (
@@ -205,11 +205,20 @@ def local_world_size(num_local_ranks: int) -> Iterator[None]:
     4 nodes of 4 ranks would be planned as 2 nodes of 8.
     """
     # Put back after the run: later Trainers of this process may have another number of ranks.
-    earlier = os.environ.get(LOCAL_WORLD_SIZE)
-    os.environ[LOCAL_WORLD_SIZE] = str(num_local_ranks)
+    with restored_variables([LOCAL_WORLD_SIZE]):
+        os.environ[LOCAL_WORLD_SIZE] = str(num_local_ranks)
+        yield
+
+
+@contextmanager
+def restored_variables(names: Iterable[str]) -> Iterator[None]:
+    """Put environment variables back after the context."""
+    earlier = {name: os.environ.get(name) for name in names}
     try:
         yield
     finally:
-        os.environ.pop(LOCAL_WORLD_SIZE, None)
-        if earlier is not None:
-            os.environ[LOCAL_WORLD_SIZE] = earlier
+        for name, value in earlier.items():
+            # Cleared first: a variable that was not set before must not be left empty.
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value

@@ -366,7 +366,7 @@ def test_fused_splits_send_the_ids_that_an_ordinary_call_sends_and_say_more() ->
 def test_fused_splits_send_weights_of_half_precision_as_they_are() -> None:  # which FBGEMM permutes on a GPU only
     for dtype in (torch.float16, torch.bfloat16):
         weights = torch.rand(7).to(dtype)
-        part = _torchrec_ids._Part.of(weights, [7], [7], is_small=True)
+        part = _torchrec_ids._Part.packed(weights, [7], [7], is_small=True)
         part.arrived = part.numbers
         assert torch.equal(part.take(), weights)
 

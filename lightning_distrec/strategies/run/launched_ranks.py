@@ -4,8 +4,8 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeGuard
@@ -22,7 +22,13 @@ from lightning_distrec._compat.lightning_launchers import ForkLauncher, check_cu
 from lightning_distrec._compat.torch import default_store
 from lightning_distrec.checkpoint.save import wait_for_checkpoint
 from lightning_distrec.cluster.consensus import CONTINUE, job_consensus
-from lightning_distrec.cluster.environment import LaunchedRanks, check_numbers, check_variables, complete_launched
+from lightning_distrec.cluster.environment import (
+    LaunchedRanks,
+    check_numbers,
+    check_variables,
+    complete_launched,
+    restored_variables,
+)
 from lightning_distrec.cluster.host_resources import (
     GLOO,
     THREADS_VARIABLE,
@@ -158,20 +164,6 @@ def _start_rank(strategy: Any) -> None:
         use_threads(1)
 
 
-@contextmanager
-def restored_variables() -> Iterator[None]:
-    """Put the variables back that are for the ranks; what this process starts later must not inherit them."""
-    earlier = {name: os.environ.get(name) for name in RANK_VARIABLES}
-    try:
-        yield
-    finally:
-        for name, value in earlier.items():
-            # Cleared first: a variable that was not set before must not be left empty.
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-
-
 def wrap_launch(strategy: Any, before_fit: Callable[[Trainer], ExitStack], timeout_seconds: float) -> None:
     """Let a strategy's launcher call `before_fit`, for the run, before every fit, and watch over every run."""
     # On the instance: Lightning calls strategy.launcher.launch before any hook of the strategy. Of a function of this
@@ -202,7 +194,8 @@ def _prepare_and_launch(
         undo.enter_context(upload_folders_too(wait_for_checkpoint))
         if forks_ranks(launcher):
             check_fork(launcher, trainer)
-            undo.enter_context(restored_variables())
+            # They are for the ranks; what this process starts later must not inherit them.
+            undo.enter_context(restored_variables(RANK_VARIABLES))
         # Before Lightning's launcher starts the other ranks, which inherit this process's environment.
         starts_ranks = isinstance(environment, LightningEnvironment) and strategy.num_nodes == 1
         if starts_ranks and strategy.num_processes > 1 and not environment.creates_processes_externally:
