@@ -96,11 +96,11 @@ def format_bandwidth(bytes_per_second: float) -> str:
     return f"{number:.0f} B/s" if unit == "B/s" else f"{number:.1f} {unit}"
 
 
-def text_table(headings: Iterable[str], left: Collection[str], **options: Any) -> "Table":
-    """Return a table without rows. left: headings of columns of text; others have numbers. options: of rich's Table."""
+def text_table(headings: Iterable[str], text_headings: Collection[str], **options: Any) -> "Table":
+    """Return a table without rows. text_headings: of columns with text, not numbers. options: of rich's Table."""
     from rich.table import Table  # a command line that is only checked does not load it
 
     table = Table(title_justify="left", caption_justify="left", **options)
     for heading in headings:
-        table.add_column(heading, justify="left" if heading in left else "right")
+        table.add_column(heading, justify="left" if heading in text_headings else "right")
     return table

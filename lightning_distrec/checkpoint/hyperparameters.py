@@ -104,11 +104,7 @@ def load_safely(file: Any, load: Callable[..., Any] = torch.load, **options: Any
     except pickle.UnpicklingError as error:
         refusal = error
     try:
-        _rewind(file)
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-        types: Any = [(_known_type(name), name) for name in names]
-        _rewind(file)
-        with torch.serialization.safe_globals(types):
+        with _allowed_types(file):
             content = load(file, weights_only=True, **options)
     except Exception:
         raise refusal from None
@@ -130,9 +126,13 @@ def read_file(path: Any, load: Callable[..., Any], **options: Any) -> Any:
     return content
 
 
-def _rewind(file: Any) -> None:
-    if hasattr(file, "seek"):
-        file.seek(0)
+def _allowed_types(file: Any) -> Any:
+    """Return a context in which torch reads what stands for the types of a file, from its begin."""
+    rewind = file.seek if hasattr(file, "seek") else lambda _: None
+    rewind(0)
+    names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    rewind(0)
+    return torch.serialization.safe_globals([(_known_type(name), name) for name in names])
 
 
 def unread_in(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
@@ -154,18 +154,11 @@ def saved_form(name: str, value: Any) -> tuple[Any, str]:
     type_name = f"{type(value).__module__}.{type(value).__qualname__}"
     try:
         torch.save({"value": value}, buffer)
-        names = [kind for _, kind in unread_in(_read_back(buffer))]
+        with _allowed_types(buffer):
+            names = [kind for _, kind in unread_in(torch.load(buffer, weights_only=True, map_location="meta"))]
     except Exception as error:  # whatever pickling a user's object raises
         return left_out(type_name), f"'{name}', a {type_name}, cannot be saved ({str(error).splitlines()[0]})"
     return value, f"'{name}' has {', '.join(dict.fromkeys(names))}" if names else ""
-
-
-def _read_back(buffer: io.BytesIO) -> Any:
-    buffer.seek(0)
-    types: Any = [(_known_type(name), name) for name in torch.serialization.get_unsafe_globals_in_checkpoint(buffer)]
-    buffer.seek(0)
-    with torch.serialization.safe_globals(types):
-        return torch.load(buffer, weights_only=True, map_location="meta")
 
 
 class CompleteOnly(dict[str, Any]):
