@@ -17,7 +17,7 @@ def type_problem(kind: pa.DataType, feature: Feature) -> str | None:
     """Return why a feature cannot read a column of this type; None: it can."""
     kind = kind.value_type if types.is_dictionary(kind) else kind
     is_text = types.is_string(kind) or types.is_large_string(kind)
-    is_sequence = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    is_sequence = _is_list(kind)
     if feature.max_length is None and is_sequence:
         return "sequences need max_length"
     if feature.max_length is not None and not is_sequence and not (is_text and feature.separator):
@@ -32,10 +32,8 @@ def type_problem(kind: pa.DataType, feature: Feature) -> str | None:
 
 def is_number(kind: pa.DataType) -> bool:
     """Return whether a column of this type can be a number; a column without any value can."""
-    return any(
-        check(kind)
-        for check in (types.is_integer, types.is_floating, types.is_boolean, types.is_decimal, types.is_null)
-    )
+    checks = (types.is_integer, types.is_floating, types.is_boolean, types.is_decimal, types.is_null)
+    return any(check(kind) for check in checks)
 
 
 def is_rounded(kind: pa.DataType) -> bool:
@@ -44,10 +42,11 @@ def is_rounded(kind: pa.DataType) -> bool:
 
 
 def _value_type(kind: pa.DataType) -> pa.DataType:
-    nested = (
-        types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind) or types.is_dictionary(kind)
-    )
-    return _value_type(kind.value_type) if nested else kind
+    return _value_type(kind.value_type) if _is_list(kind) or types.is_dictionary(kind) else kind
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
 
 
 def _is_text(kind: pa.DataType) -> bool:
@@ -67,15 +66,9 @@ def flat_values(column: Any, feature: Feature) -> tuple[pa.Array, np.ndarray | N
         array = array.cast(pa.list_(pa.null()))
     if feature.separator is not None and _is_text(array.type):
         # An empty text is an empty sequence, not one of an empty text.
-        array = compute.split_pattern(
-            compute.replace_with_mask(array, _is_empty(array), pa.scalar(None, array.type)), feature.separator
-        )
+        array = compute.split_pattern(compute.if_else(compute.equal(array, ""), None, array), feature.separator)
     lengths = compute.fill_null(compute.list_value_length(array), 0)
     return compute.list_flatten(array), lengths.to_numpy(zero_copy_only=False).astype(np.int64)
-
-
-def _is_empty(array: pa.Array) -> pa.Array:
-    return compute.fill_null(compute.equal(array, ""), False)
 
 
 def cells_of(column: Any, feature: Feature) -> Cells:
@@ -113,8 +106,9 @@ class ValueCounts:
 
     def add(self, values: pa.Array) -> None:
         """Count these values, all but the missing ones."""
-        counted = compute.value_counts(values.drop_null())
-        self._parts.append(pa.table({"value": counted.field(0).cast(pa.string()), "count": counted.field(1)}))
+        counted = compute.value_counts(values)
+        counts = pa.table({"value": counted.field(0).cast(pa.string()), "count": counted.field(1)})
+        self._parts.append(counts.drop_null())  # a dictionary may have a missing value, too
         if len(self._parts) >= 64:
             self._parts = [self._merged()]
 

@@ -80,7 +80,10 @@ class SizedFeature(TableFeature):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_rows(self.rows)
+        if not 2 <= self.rows <= MAX_ROWS:
+            raise ConfigError(
+                f"rows={self.rows}: a table needs 2 to {MAX_ROWS} rows, the first of them for missing values."
+            )
 
     def num_rows(self) -> int:
         """Return how many rows the table needs."""
@@ -202,8 +205,3 @@ def feature_of(name: str, feature: Any) -> Feature:
         return KINDS[kind](**settings)
     except (ConfigError, TypeError) as error:
         raise ConfigError(f"features: '{name}': {error}") from None
-
-
-def _check_rows(rows: int) -> None:
-    if not 2 <= rows <= MAX_ROWS:
-        raise ConfigError(f"rows={rows}: a table needs 2 to {MAX_ROWS} rows, the first of them for missing values.")

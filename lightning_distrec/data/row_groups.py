@@ -139,21 +139,22 @@ def _infos(path: str) -> list[fs.FileInfo]:
     store, inner = store_of(path)
     is_glob = any(mark in inner for mark in "*?[")
     if is_glob and "://" not in path:
-        infos = store.get_file_info(sorted(glob.glob(inner, recursive=True)))
-        return [info for info in infos if info.is_file]
-    if is_glob:
+        infos = store.get_file_info(glob.glob(inner, recursive=True))
+    elif is_glob:
         folder = posixpath.dirname(inner[: min(inner.index(mark) for mark in "*?[" if mark in inner)] + "x")
-        listed = store.get_file_info(fs.FileSelector(folder, recursive=True))
-        return sorted((i for i in listed if i.is_file and fnmatch(i.path.strip("/"), inner.strip("/"))), key=_path)
-    info = store.get_file_info([inner])[0]
-    if info.type != fs.FileType.Directory:
-        return [info] if info.is_file else []
-    listed = store.get_file_info(fs.FileSelector(inner, recursive=True))
-    return sorted((i for i in listed if i.is_file and i.path.endswith(SUFFIXES)), key=_path)
+        infos = store.get_file_info(fs.FileSelector(folder, recursive=True))
+        infos = [info for info in infos if _matches(info.path.strip("/"), inner.strip("/"))]
+    else:
+        infos = store.get_file_info([inner])
+        if infos[0].type == fs.FileType.Directory:
+            infos = store.get_file_info(fs.FileSelector(inner, recursive=True))
+            infos = [info for info in infos if info.path.endswith(SUFFIXES)]
+    return sorted((info for info in infos if info.is_file), key=lambda info: str(info.path))
 
 
-def _path(info: fs.FileInfo) -> str:
-    return str(info.path)
+def _matches(path: str, pattern: str) -> bool:
+    """Return whether a glob leads to a path: as on a disk, only ** leads through several folders."""
+    return fnmatch(path, pattern) and ("**" in pattern or path.count("/") == pattern.count("/"))
 
 
 def parquet_schema(file: str) -> tuple[pa.Schema, list[RowGroup]]:

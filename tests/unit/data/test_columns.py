@@ -84,6 +84,13 @@ def test_texts_are_hashed_alike_by_arrow_by_lists_in_slices_and_in_dictionaries(
     assert [row == 0 for row in plain.tolist()] == [text is None for text in texts]
 
 
+def test_a_missing_value_of_a_dictionary_is_in_no_vocabulary() -> None:
+    values = pa.DictionaryArray.from_arrays(pa.array([1, 0, 1, None]), pa.array(["x", None]))
+    columns = Columns({"a": Vocabulary(rows=5)}).fit([pa.table({"a": values})])
+    assert columns.to_plain()["vocabularies"]["a"] == ["x"]
+    assert columns(pa.table({"a": values}))["ids"].values().tolist() == [0, 1, 0, 0]
+
+
 def test_integers_and_booleans_are_hashed_as_their_texts_and_other_numbers_refused() -> None:
     columns = Columns({"a": Hash(rows=2**32)}).fit([pa.table({"a": ["text"]})])
     by_type = [columns({"a": values})["ids"].values().tolist() for values in ([42, -1], ["42", "-1"])]

@@ -62,8 +62,9 @@ def test_all_sources_of_the_same_rows_give_the_same_batch(frame: pd.DataFrame, t
     frame.to_csv(tmp_path / "rows.tsv.gz", index=False, header=False, sep="\t")
     store = fsspec.filesystem("memory")
     for number in range(5):
-        with store.open(f"/bucket/{number}.parquet", "wb") as file:
-            file.write((folder / f"{number}.parquet").read_bytes())
+        for place in ("bucket", "bucket/parts"):
+            with store.open(f"/{place}/{number}.parquet", "wb") as file:
+                file.write((folder / f"{number}.parquet").read_bytes())
     sources = {
         "table": (table, {}),
         "folder": (str(folder), {}),
@@ -71,8 +72,8 @@ def test_all_sources_of_the_same_rows_give_the_same_batch(frame: pd.DataFrame, t
         "list": ([str(folder / f"{number}.parquet") for number in range(5)], {}),
         "csv": (str(tmp_path / "rows.csv"), {}),
         "without a header": (str(tmp_path / "rows.tsv.gz"), {"delimiter": "\t", "column_names": list(frame)}),
-        "store": ("memory://bucket", {}),
         "glob in a store": ("memory://bucket/*.parquet", {}),
+        "folder in a store": ("memory://bucket/parts", {}),
         "url": (folder.as_uri(), {}),
     }
     for name, (source, options) in sources.items():
