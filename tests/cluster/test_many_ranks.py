@@ -26,7 +26,10 @@ RANKS = int(os.environ.get("RANKS_OF_TEST", "16"))
 STEPS, KILLED_AT, SAVES = 8, 5, 2
 EXAMPLES = 6 * RANKS
 """Of all ranks together in a step: three quarters and one and a half of the ranks divide it too."""
-NAMED_SECONDS = 10
+LOST = RANKS // 2
+SILENCE_SECONDS = 5
+NAMED_SECONDS = 10 * max(1, RANKS // 16)
+"""They share this machine's cores."""
 LIMIT_SECONDS = 60 + 20 * RANKS
 
 
@@ -34,32 +37,37 @@ def _ids() -> Tensor:
     return torch.randint(0, ROWS, (STEPS * EXAMPLES, TABLES, 2), generator=torch.Generator().manual_seed(2))
 
 
-class Dies(Callback):
-    """Kills a rank in the middle of an epoch, once a checkpoint is complete."""
+class GetsSignal(Callback):
+    """Sends a rank, or all, a signal in the middle of an epoch, once a checkpoint is complete."""
+
+    def __init__(self, sent: signal.Signals) -> None:
+        self.sent = sent
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        rank, num_ranks = rank_and_num_ranks()
-        if batch_idx == KILLED_AT and rank == num_ranks // 2:
-            Path(os.environ["MANY_RANKS"], "killed").write_text(repr(time.time()))
-            os.kill(os.getpid(), signal.SIGKILL)
+        rank, _ = rank_and_num_ranks()
+        if batch_idx == KILLED_AT and (rank == LOST or self.sent == signal.SIGTERM):
+            Path(os.environ["MANY_RANKS"], "sent").write_text(repr(time.time()))
+            os.kill(os.getpid(), self.sent)
 
 
-def _train(folder: str, checkpoint: str | None) -> dict[str, Tensor]:
+def _train(folder: str, checkpoint: str | None, sent: signal.Signals = signal.SIGKILL) -> dict[str, Tensor]:
     os.environ["MANY_RANKS"] = folder
     rank, num_ranks = rank_and_num_ranks()
     torch.manual_seed(1)
     module = Small()
     callbacks = [ModelCheckpoint(folder, "{step}", every_n_train_steps=SAVES, save_top_k=-1)]
-    callbacks += [] if checkpoint else [Dies()]
-    trainer = make_trainer(
-        {"convert_embeddings": "all"}, callbacks=callbacks, enable_checkpointing=True, use_distributed_sampler=True
-    )
+    callbacks += [] if checkpoint else [GetsSignal(sent)]
+    strategy = {"convert_embeddings": "all", "watchdog_seconds": SILENCE_SECONDS}
+    trainer = make_trainer(strategy, callbacks=callbacks, enable_checkpointing=True, use_distributed_sampler=True)
     try:
         trainer.fit(module, DataLoader(_ids(), batch_size=EXAMPLES // num_ranks), ckpt_path=checkpoint)
     except RankError:
         Path(folder, f"named by {rank}").write_text(repr(time.time()))
         with open(f"{folder}/stderr of {rank}", "w") as log, contextlib.redirect_stderr(log):
             sys.excepthook(*sys.exc_info())  # as the interpreter does at the end of a script
+        raise
+    except SystemExit as leaving:
+        Path(folder, f"left by {rank}").write_text(f"{leaving.code} after step {trainer.global_step}")
         raise
     return trainer.strategy.full_state_dict() if checkpoint else {}
 
@@ -77,23 +85,28 @@ def _train_in_one_process() -> dict[str, Tensor]:
     return module.state_dict()
 
 
+def _fail(tmp_path: Path, sent: signal.Signals) -> dict[int, str]:
+    """Return what each rank has printed where all get a signal, or one of them."""
+    with pytest.raises(RankFailed) as failed:
+        run_on_ranks(_train, RANKS, str(tmp_path), None, sent, timeout_seconds=LIMIT_SECONDS)
+    return words_of_ranks(failed.value)
+
+
+def _check_named(words: dict[int, str], verdict: str) -> None:
+    assert [rank for rank in range(RANKS) if rank != LOST and verdict not in words[rank]] == []
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3 * LIMIT_SECONDS)
 def test_many_ranks_name_a_dead_one_at_once_and_its_checkpoint_goes_on_on_fewer_and_more(tmp_path: Path) -> None:
-    with pytest.raises(RankFailed) as failed:
-        run_on_ranks(_train, RANKS, str(tmp_path), None, timeout_seconds=LIMIT_SECONDS)
-    dead = RANKS // 2
-    words = words_of_ranks(failed.value)
-    assert [rank for rank in range(RANKS) if rank != dead and f"rank {dead} has died" not in words[rank]] == []
-    killed = float((tmp_path / "killed").read_text())
-    named = [float(file.read_text()) - killed for file in tmp_path.glob("named by *")]
-    assert max(named, default=0) < NAMED_SECONDS * max(1, RANKS // 16)  # they share this machine's cores
-    logs = {rank: tmp_path / f"stderr of {rank}" for rank in range(RANKS) if rank != dead}
+    verdict = f"rank {LOST} has died"
+    _check_named(_fail(tmp_path, signal.SIGKILL), verdict)
+    named = [float(file.read_text()) for file in tmp_path.glob("named by *")]
+    assert max(named) - float((tmp_path / "sent").read_text()) < NAMED_SECONDS
+    logs = {rank: tmp_path / f"stderr of {rank}" for rank in range(RANKS) if rank != LOST}
     assert "Traceback" in logs.pop(0).read_text()
     reports = {rank: log.read_text() for rank, log in logs.items()}
-    assert {
-        rank for rank, text in reports.items() if text.count("\n") != 1 or f"rank {dead} has died" not in text
-    } == set()
+    assert {rank for rank, text in reports.items() if text.count("\n") != 1 or verdict not in text} == set()
     expected = _train_in_one_process()
     checkpoint = str(next(tmp_path.glob(f"step={KILLED_AT - KILLED_AT % SAVES}*")))
     for num_ranks in (3 * RANKS // 4, 3 * RANKS // 2):
@@ -102,3 +115,20 @@ def test_many_ranks_name_a_dead_one_at_once_and_its_checkpoint_goes_on_on_fewer_
         )
         assert states[0].keys() == expected.keys()
         assert max((states[0][name] - expected[name]).abs().max().item() for name in expected) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_SECONDS)
+def test_many_ranks_name_a_stopped_one(tmp_path: Path) -> None:
+    # They wait in gloo, for a connection that is open still, and are ended there.
+    _check_named(_fail(tmp_path, signal.SIGSTOP), f"Terminating this rank: rank {LOST} has been stopped for")
+    assert time.time() - float((tmp_path / "sent").read_text()) < NAMED_SECONDS + SILENCE_SECONDS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_SECONDS)
+def test_many_ranks_leave_after_the_same_step_when_all_are_told_to_stop(tmp_path: Path) -> None:
+    _fail(tmp_path, signal.SIGTERM)
+    leaves = [(tmp_path / f"left by {rank}").read_text() for rank in range(RANKS)]
+    assert len(set(leaves)) == 1
+    assert leaves[0] in [f"{128 + signal.SIGTERM} after step {step}" for step in range(KILLED_AT, STEPS)]
