@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import compute, types
 
-from lightning_distrec.data.features import Feature
+from lightning_distrec.data.features import Bucketize, Feature, Number, Vocabulary
 from lightning_distrec.data.raw_values import Cells, Texts
 
 MAX_SAMPLE = 2**20
@@ -98,6 +98,16 @@ def texts_of(values: pa.Array) -> Texts:
     return Texts(np.frombuffer(data or b"", np.uint8), offsets[:-1], offsets[1:], is_null)
 
 
+def statistics_for(feature: Feature) -> "ValueCounts | Numbers | None":
+    """Return what takes a feature's vocabulary, quantiles or moments from values; None: it needs none."""
+    if isinstance(feature, Vocabulary):
+        return ValueCounts()
+    is_fitted = (
+        isinstance(feature, Bucketize) and feature.quantiles or isinstance(feature, Number) and feature.standardize
+    )
+    return Numbers(getattr(feature, "log", False)) if is_fitted else None
+
+
 class ValueCounts:
     """How often each value occurs, as text."""
 
@@ -126,15 +136,19 @@ class ValueCounts:
 
 
 class Numbers:
-    """Mean and standard deviation of numbers, and a sample of them for quantiles."""
+    """Mean and standard deviation of numbers, or of their logarithms, and a sample of them for quantiles."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: bool) -> None:
+        self._log = log
         self._count, self._mean, self._squares = 0, 0.0, 0.0
         self._sample, self._step, self._place = np.zeros(0), 1, 0
 
-    def add(self, numbers: np.ndarray) -> None:
-        """Add numbers; NaN is left out."""
+    def add(self, values: pa.Array) -> None:
+        """Add numbers, all but the missing ones."""
+        numbers = numbers_of(values)
         numbers = numbers[~np.isnan(numbers)]
+        if self._log:
+            numbers = np.log1p(np.maximum(numbers, 0))
         if not len(numbers):
             return
         # Chan, Golub, LeVeque: Updating formulae and a pairwise algorithm for computing sample variances, 1979.

@@ -9,13 +9,12 @@ import pyarrow as pa
 import torch
 
 from lightning_distrec.data.arrow_columns import (
-    Numbers,
-    ValueCounts,
     cells_of,
     flat_values,
     is_number,
     is_rounded,
     numbers_of,
+    statistics_for,
     type_problem,
 )
 from lightning_distrec.data.features import Bucketize, Feature, Number, TableFeature, Vocabulary, feature_of
@@ -115,26 +114,30 @@ class Columns:
         table is read where there is nothing to take. Raises DataError: a column is missing or does not fit, no data.
         """
         schema: pa.Schema | None = None
-        counts, numbers = self._empty_statistics()
+        # By kind, too: a table may have the name of a number.
+        keys = {name: (feature.kind, getattr(feature, "table", name)) for name, feature in self.features.items()}
+        made = {keys[name]: statistics_for(feature) for name, feature in self.features.items()}
+        statistics: dict[tuple[str, str], Any] = {key: statistic for key, statistic in made.items() if statistic}
         for table in tables:
             if schema is None:
                 schema = table.schema
                 self.check_schema(schema)
-            if not counts and not numbers:
+            if not statistics:
                 break
-            self._add(table, counts, numbers)
+            for name, feature in self.features.items():
+                if keys[name] in statistics:
+                    statistics[keys[name]].add(flat_values(table[feature.columns(name)[0]], feature)[0])
         if schema is None:
             raise DataError("there is no data to fit features on.")
-        boundaries, moments = {}, {}
+        vocabularies, boundaries, moments = {}, {}, {}
         for name, feature in self.features.items():
-            if isinstance(feature, Bucketize):
-                sample = numbers.get(feature.table or name)
-                boundaries[name] = (
-                    sample.quantiles(feature.quantiles) if sample and feature.quantiles else list(feature.boundaries)
-                )
-            elif isinstance(feature, Number) and feature.standardize:
-                moments[name] = numbers[name].moments()
-        vocabularies = {table: count.top_values(*self._limits(table)) for table, count in counts.items()}
+            statistic: Any = statistics.get(keys[name])
+            if isinstance(feature, Vocabulary) and feature.table not in vocabularies:
+                vocabularies[feature.table] = statistic.top_values(feature.rows - 1, feature.min_count)
+            elif isinstance(feature, Bucketize):
+                boundaries[name] = statistic.quantiles(feature.quantiles) if statistic else list(feature.boundaries)
+            elif isinstance(feature, Number) and statistic:
+                moments[name] = statistic.moments()
         self._encoder = Encoder({
             "features": {name: feature.plain(name) for name, feature in self.features.items()},
             "label": self.label,
@@ -145,32 +148,6 @@ class Columns:
             "moments": moments,
         })
         return self
-
-    def _empty_statistics(self) -> tuple[dict[str, ValueCounts], dict[str, Numbers]]:
-        counts, numbers = {}, {}
-        for name, feature in self.features.items():
-            if isinstance(feature, Vocabulary):
-                counts[feature.table or name] = ValueCounts()
-            elif (isinstance(feature, Bucketize) and feature.quantiles) or (
-                isinstance(feature, Number) and feature.standardize
-            ):
-                numbers[getattr(feature, "table", None) or name] = Numbers()
-        return counts, numbers
-
-    def _limits(self, table: str) -> tuple[int, int]:
-        feature = self.features[self.tables[table].features[0]]
-        assert isinstance(feature, Vocabulary)
-        return feature.rows - 1, feature.min_count
-
-    def _add(self, table: pa.Table, counts: dict[str, ValueCounts], numbers: dict[str, Numbers]) -> None:
-        for name, feature in self.features.items():
-            holder = getattr(feature, "table", None) or name
-            column = table[feature.columns(name)[0]]
-            if isinstance(feature, Vocabulary):
-                counts[holder].add(flat_values(column, feature)[0])
-            elif holder in numbers and feature.is_numeric:
-                values = numbers_of(flat_values(column, feature)[0])
-                numbers[holder].add(np.log1p(np.maximum(values, 0)) if getattr(feature, "log", False) else values)
 
     def to_plain(self) -> dict[str, Any]:
         """Return what `from_plain` makes the same mapping of, as JSON has it. Raises ConfigError: not fitted yet."""

@@ -1,7 +1,7 @@
 """What a feature is made of, in plain types: each is a frozen dataclass, and a dict with its `kind` in YAML."""
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from lightning_distrec.errors import ConfigError, did_you_mean
@@ -61,10 +61,6 @@ class TableFeature(Feature):
 
     table: str | None = None
     """The embedding table; features of one table share its rows. None: a table of the feature's name."""
-
-    def plain(self, name: str) -> dict[str, Any]:
-        """Return all fields, with the table's name."""
-        return {**super().plain(name), "table": self.table or name}
 
     def num_rows(self) -> int:
         """Return how many rows the table needs."""
@@ -182,7 +178,9 @@ KINDS: dict[str, type[Feature]] = {kind.kind: kind for kind in (Hash, Vocabulary
 
 
 def feature_of(name: str, feature: Any) -> Feature:
-    """Return a feature of its dict in YAML; a Feature as it is. Raises ConfigError with the feature's name."""
+    """Return a feature, which may be a dict, with its table's name. Raises ConfigError with the feature's name."""
+    if isinstance(feature, TableFeature) and not feature.table:
+        return replace(feature, table=name)
     if isinstance(feature, Feature):
         return feature
     if not isinstance(feature, Mapping):
@@ -202,6 +200,6 @@ def feature_of(name: str, feature: Any) -> Feature:
         if about.default is MISSING and setting not in settings:
             raise ConfigError(f"features: '{name}' ({kind}) needs '{setting}'.")
     try:
-        return KINDS[kind](**settings)
+        return feature_of(name, KINDS[kind](**settings))
     except (ConfigError, TypeError) as error:
         raise ConfigError(f"features: '{name}': {error}") from None

@@ -185,6 +185,14 @@ def test_padded_batches_have_the_ids_of_jagged_ones(columns: Columns) -> None:
     assert padded["tags"][0, :2].tolist() == jagged["tags"].values()[:2].tolist()
 
 
+def test_a_table_may_have_the_name_of_a_number() -> None:
+    features = {"a": Number(log=True, standardize=True), "b": Bucketize(column="a", quantiles=2, table="a")}
+    plain = Columns(features).fit([pa.table({"a": [0.0, 10.0, 1000.0]})]).to_plain()
+    logarithms = np.log1p([0, 10, 1000])
+    assert plain["moments"]["a"] == pytest.approx([logarithms.mean(), logarithms.std()])
+    assert plain["boundaries"]["b"] == [10]
+
+
 def test_fits_over_many_tables_are_those_of_one() -> None:
     draw = np.random.default_rng(0)
     frame = pd.DataFrame({"x": draw.lognormal(size=30_000), "w": draw.zipf(1.5, 30_000).astype(str)})
