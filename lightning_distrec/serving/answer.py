@@ -106,8 +106,8 @@ class Server:
 
     def inputs_of_rows(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """Return the inputs of raw rows. Raises ValueError: a column is unknown, or a value of another type."""
-        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-            raise ValueError("a request is a row of values by column, or a list of rows")
+        if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+            raise ValueError("a request is a row of values by column, or a list of rows, one or more")
         arrays = self.encoder.arrays_of_rows(rows)
         return {name: torch.from_numpy(array) for name, array in arrays.items() if name in self.about["inputs"]}
 

@@ -106,6 +106,7 @@ def test_http_answers_as_the_script_and_says_what_is_wrong(trained: tuple[Path, 
             (b'{"userr": 1}', "there is no column 'userr'"),
             (b'{"price": "12"}', "column 'price': '12' is no number"),
             (b"[1]", "a row of values by column, or a list of rows"),
+            (b"[]", "a list of rows, one or more"),
             (b"{", "Expecting property name"),
         ):
             with pytest.raises(urllib.error.HTTPError) as refused:
