@@ -86,6 +86,6 @@ def test_a_missing_folder_is_one_clear_error(tmp_path: Path) -> None:
         timeout=LIMIT_SECONDS,
         check=False,
     )
-    assert done.returncode == 1
-    assert "DataError" in done.stderr
-    assert f"{tmp_path}/nothing" in done.stderr
+    assert done.returncode == 2
+    assert f"lightning-distrec: {tmp_path}/nothing: no such folder" in done.stderr
+    assert "Traceback" not in done.stderr
