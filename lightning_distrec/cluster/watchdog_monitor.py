@@ -46,6 +46,9 @@ from lightning_distrec.cluster.watchdog_messages import (
 
 TICK_SECONDS = 0.5
 """How often each process sends its rank's state, and the hub its verdict."""
+# Where a rank dies, the states of all change at once; a message to all for each would take the square of their number.
+GATHERING_SECONDS = 0.05
+"""How long the hub waits for further changes before it sends."""
 ASK_SECONDS = 5.0
 """How often each process asks its rank whether it waits in an exchange."""
 IDLE_SHARE = 0.1
@@ -67,7 +70,7 @@ COMMAND = [
 
 
 class Hub:
-    """Receives the state of each rank, and sends its verdict to all, at every tick and whenever a state changes."""
+    """Receives the state of each rank, and sends its verdict to all, at every tick and soon after a state changes."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -75,6 +78,7 @@ class Hub:
         self._writers: dict[int, asyncio.StreamWriter] = {}
         # In ticks and not by the clock: a hub that was stopped itself must not take all others for silent.
         self._ticks_silent = Counter[int]()
+        self._is_sending_soon = False
 
     @property
     def is_needed(self) -> bool:
@@ -102,8 +106,9 @@ class Hub:
                     return
                 earlier, self._states[rank] = self._states.get(rank), state
                 self._ticks_silent[rank] = 0
-                if state != earlier:
-                    self._send()
+                if state != earlier and not self._is_sending_soon:
+                    self._is_sending_soon = True
+                    asyncio.get_running_loop().call_later(GATHERING_SECONDS, self._send)
         finally:
             # A process that was started again may have connected before its old connection is seen to end.
             if self._writers.get(rank) is writer:
@@ -115,16 +120,18 @@ class Hub:
         self._send()
 
     def _send(self) -> None:
+        self._is_sending_soon = False
         states = self._states.values()
         message = HubMessage(
             next(self._verdicts([state for state in states if state.is_running]), ""),
             next(self._verdicts([state for state in states if state.lingers]), ""),
             self._list_locations() if any(state.is_asking for state in states) else "",
         )
+        line = encode_line(message)
         for writer in self._writers.values():
             if not writer.is_closing():
                 # No drain: one process that does not read must not delay the verdict for the others.
-                writer.write(encode_line(message))
+                writer.write(line)
 
     def _verdicts(self, waiting: list[RankState]) -> Iterator[str]:
         """Yield which rank blocks those that may wait, and why; the cause before what followed from it.

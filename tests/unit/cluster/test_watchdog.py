@@ -215,7 +215,9 @@ async def _write_before_reading() -> str:
         hub.tick()
     await watcher
     hub.tick()
-    received = await _at_once(reader)
+    received = b""
+    while chunk := await _at_once(reader):
+        received += chunk
     writer.close()
     return HubMessage(**json.loads(received.splitlines()[-1])).verdict
 
