@@ -46,6 +46,7 @@ PAGES = Path(__file__).resolve().parents[2] / "docs" / "scale.md", Path(__file__
 """The page, and the words from which tests.benchmarks.scale writes it."""
 BEGIN, END = "<!-- ranks: begin -->", "<!-- ranks: end -->"
 TABLES, ROWS, DIM, EXAMPLES = 8, 2_000, 16, 8
+KEYS = [f"t{number}" for number in range(TABLES)]
 WARM_UP_STEPS = 10
 DATA_SEGMENTS_SENT = 156
 """The place of tcpi_data_segs_out in struct tcp_info. Source: linux/tcp.h."""
@@ -170,27 +171,14 @@ def count_store_requests() -> int:
     return count
 
 
-def train(strategy: str, num_steps: int) -> Measured:
-    """Return what a rank measures in a fit."""
-    torch.manual_seed(1)
-    clock = Clock()
-    options = {"callbacks": [clock], "max_steps": WARM_UP_STEPS + num_steps}
-    make = make_ddp_trainer if strategy == DDP else make_trainer
-    trainer = make(**options) if strategy == DDP else make({"convert_embeddings": "all"}, **options)
-    ids = torch.randint(0, ROWS, ((WARM_UP_STEPS + num_steps) * EXAMPLES, TABLES, 2))
-    trainer.fit(Small(), DataLoader(ids, batch_size=EXAMPLES))
-    return clock.measured
-
-
-class SmallByHand(nn.Module):
-    """The same model for TorchRec's own loop."""
+class SmallCollection(pl.LightningModule):
+    """The same tables in one of torchrec's collections."""
 
     def __init__(self) -> None:
         super().__init__()
-        names = [f"t{number}" for number in range(TABLES)]
         tables = [
-            EmbeddingBagConfig(name=f"table_{name}", feature_names=[name], num_embeddings=ROWS, embedding_dim=DIM)
-            for name in names
+            EmbeddingBagConfig(name=f"table_{key}", feature_names=[key], num_embeddings=ROWS, embedding_dim=DIM)
+            for key in KEYS
         ]
         self.tables = EmbeddingBagCollection(tables)
         self.top = nn.Linear(TABLES * DIM, 1)
@@ -200,13 +188,38 @@ class SmallByHand(nn.Module):
         loss = self.top(self.tables(features).values()).square().mean()
         return loss, loss.detach()
 
+    def training_step(self, features: KeyedJaggedTensor, batch_idx: int) -> Tensor:
+        """Return the loss."""
+        return self(features)[0]
+
+    def configure_optimizers(self) -> Any:
+        """Return SGD."""
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def draw_batches(num_batches: int) -> list[KeyedJaggedTensor]:
+    """Return batches of EXAMPLES, of two ids for each table."""
+    lengths, ids = torch.full((TABLES * EXAMPLES,), 2), torch.randint(0, ROWS, (num_batches, TABLES * EXAMPLES * 2))
+    return [KeyedJaggedTensor(KEYS, values, lengths=lengths) for values in ids]
+
+
+def train(strategy: str, num_steps: int) -> Measured:
+    """Return what a rank measures in a fit."""
+    torch.manual_seed(1)
+    clock = Clock()
+    options = {"callbacks": [clock], "max_steps": WARM_UP_STEPS + num_steps}
+    make = make_ddp_trainer if strategy == DDP else make_trainer
+    batches = draw_batches(WARM_UP_STEPS + num_steps)
+    make(**options).fit(SmallCollection(), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    return clock.measured
+
 
 def train_by_hand(num_steps: int) -> Measured:
     """Return what a rank measures in torchrec's TrainPipelineSparseDist, planned by torchrec's planner."""
     torch.manual_seed(1)
     clock, (rank, num_ranks) = Clock(), rank_and_num_ranks()
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
-    net, device, sharder = SmallByHand(), torch.device("cpu"), EmbeddingBagCollectionSharder()
+    net, device, sharder = SmallCollection(), torch.device("cpu"), EmbeddingBagCollectionSharder()
     apply_optimizer_in_backward(torch.optim.SGD, net.tables.parameters(), {"lr": 0.01})
     planner = EmbeddingShardingPlanner(topology=Topology(num_ranks, "cpu", local_world_size=num_ranks))
     plan = planner.collective_plan(net, [sharder], dist.group.WORLD)  # type: ignore[list-item]
@@ -216,9 +229,7 @@ def train_by_hand(num_steps: int) -> Measured:
         lambda parameters: torch.optim.SGD(parameters, lr=0.01),
     )
     pipeline = TrainPipelineSparseDist(model, CombinedOptimizer([model.fused_optimizer, dense]), device)
-    keys, lengths = [f"t{number}" for number in range(TABLES)], torch.full((TABLES * EXAMPLES,), 2)
-    ids = torch.randint(0, ROWS, (WARM_UP_STEPS + num_steps, TABLES * EXAMPLES * 2))
-    batches = iter([KeyedJaggedTensor(keys, values, lengths=lengths) for values in ids])
+    batches = iter(draw_batches(WARM_UP_STEPS + num_steps))
     clock.note_start()
     for index in range(WARM_UP_STEPS + num_steps):
         if index == WARM_UP_STEPS:
