@@ -63,9 +63,9 @@ Medians of another run on the same machine:
   exchanges of the hand-written loop and no more.
 - **Prefetched**, early lookups and early gradients pay for it. Waiting for the control message takes 0.03 ms.
 - **Logged**: `self.log` calls that recur check their arguments once; see [host time](#host-time-of-a-step).
-- **On a link of 200 Mbit/s** a step sends 1.29 MB (by hand 1.38) each way: 51 ms. The all-to-all of gloo posts sends before
-  receives, and two ranks then use one direction after the other. 0.5 MB each way take 39 ms so, and 21 ms between
-  nodes where ours posts receives first (`_compat/gloo.py`). `quantized_comms` sends fewer bytes."""
+- **On a link of 200 Mbit/s** a step sends 1.29 MB (by hand 1.38) each way: 51 ms. The all-to-all of gloo posts
+  sends before receives, and two ranks then use one direction after the other. 0.5 MB each way take 39 ms so, and 21
+  between nodes where ours posts receives first (`_compat/gloo.py`). `quantized_comms` sends fewer bytes."""
 """What was found, put here by hand."""
 
 NOTHING_YET = "<!-- to be written -->"
