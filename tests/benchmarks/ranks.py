@@ -4,7 +4,7 @@
 
 8 tables of 2,000 x 16, 8 examples a rank, over gloo, under torchrec_sharded and Lightning's ddp, and in TorchRec's own
 loop, written by hand: sockets, threads and memory of a rank, seconds until the first step, and a step's wall and
-processor time. Ranks share the
+processor time; and without a model the processor time of the messages of a step. Ranks share the
 machine's cores, so a step's wall time grows with their number; its processor time is what one rank pays. Ranks are
 forked from one process, and share its libraries' memory: they count a part of it each. 64 ranks take 19 GiB.
 --write puts the table into docs/scale.md.
@@ -15,6 +15,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 from functools import partial
@@ -38,6 +39,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper  # noq
 from torchrec.optim.optimizers import in_backward_optimizer_filter  # noqa: E402
 
 from lightning_distrec._compat.torch import default_store  # noqa: E402
+from lightning_distrec.cluster.consensus import job_consensus  # noqa: E402
 from tests.benchmarks.page import table  # noqa: E402
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks  # noqa: E402
 from tests.support.trainers import make_ddp_trainer, make_trainer  # noqa: E402
@@ -62,6 +64,8 @@ HEADINGS = [
     "step, ms",
     "processor time of a step, ms",
 ]
+MESSAGE_HEADINGS = ["ranks", "control message, ms", "minimum of all ranks, ms"]
+MESSAGES = 200
 
 
 @dataclass(frozen=True)
@@ -239,6 +243,24 @@ def train_by_hand(num_steps: int) -> Measured:
     return clock.measured
 
 
+def send_messages(num_messages: int) -> tuple[float, float]:
+    """Return a rank's processor milliseconds of a control message with its numbers of ids, and of a minimum alone."""
+    rank, num_ranks = rank_and_num_ranks()
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    consensus, milliseconds = job_consensus(120.0).steps, []
+    sends: list[Callable[[], Any]] = [
+        lambda: consensus.start_min_and_exchange(tuple(range(10)), [[1]] * num_ranks).wait(),
+        lambda: consensus.start_all_reduce_min(*range(10)).wait(),
+    ]
+    for send in sends:
+        for number in range(WARM_UP_STEPS + num_messages):
+            if number == WARM_UP_STEPS:
+                began = time.process_time()
+            send()
+        milliseconds.append((time.process_time() - began) / num_messages * 1e3)
+    return milliseconds[0], milliseconds[1]
+
+
 def main() -> None:
     """Measure, print, and write the section where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -246,8 +268,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="measured steps")
     parser.add_argument("--write", action="store_true", help="put the table into docs/scale.md")
     options = parser.parse_args()
-    rows = []
+    rows, message_rows = [], []
     for num_ranks in options.ranks:
+        messages = run_on_ranks(send_messages, num_ranks, MESSAGES, timeout_seconds=600)
+        message_rows.append([str(num_ranks), *(f"{max(values):.2f}" for values in zip(*messages, strict=True))])
         for strategy in (OURS, HAND, DDP):
             run = partial(train, strategy) if strategy != HAND else train_by_hand
             measured = run_on_ranks(run, num_ranks, options.steps, timeout_seconds=600)
@@ -256,7 +280,7 @@ def main() -> None:
             numbers = [f"{number:.{digits}f}" for number, digits in zip(others, (0, 1, 1, 1), strict=True)]
             rows.append([str(num_ranks), strategy, str(sockets), str(threads), str(requests), *numbers])
             print(" | ".join(rows[-1]), flush=True)
-    text = table(HEADINGS, rows)
+    text = f"{table(HEADINGS, rows)}\n\n{table(MESSAGE_HEADINGS, message_rows)}"
     print(text)
     if options.write:
         for page in PAGES:
