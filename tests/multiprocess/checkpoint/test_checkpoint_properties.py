@@ -31,7 +31,7 @@ from tests.support.limits import at_most
 from tests.support.plain_checkpoints import plain_checkpoint
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
 
-PAIRS = int(os.environ.get("DISTREC_CHECKPOINT_PAIRS", "5"))
+PAIRS = int(os.environ.get("DISTREC_CHECKPOINT_PAIRS", "3"))
 SEED = int(os.environ.get("DISTREC_PROPERTY_SEED", "0"))
 PARTS = 12
 """Parts of each global batch, which 1, 2, 3 or 4 ranks share: a job's `sizes` are those of its parts."""

@@ -58,7 +58,7 @@ def _check(strategy: str, cases: list[str], folder: Any) -> None:
             assert actual == expected, case
 
 
-@pytest.mark.parametrize("strategy", slow_except(["torchrec_sharded", "pipeline_parallel"], STRATEGIES))
+@pytest.mark.parametrize("strategy", slow_except(["torchrec_sharded"], STRATEGIES))
 def test_hooks_draw_as_in_the_run_that_never_stopped(strategy: str, tmp_path: Any) -> None:
     _check(strategy, list(USUAL), tmp_path)
 

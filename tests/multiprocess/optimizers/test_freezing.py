@@ -210,6 +210,7 @@ def toggled() -> list[dict[str, Any]]:
     return run_each_on_ranks(TOGGLED, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", ["row_wise", "table_wise"])
 @pytest.mark.parametrize("kind", [Toggles, TogglesOneTable])
 def test_optimizers_that_are_toggled_update_their_own_parameters_only(
