@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from enum import Enum
+from ipaddress import IPv4Address
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -833,13 +834,17 @@ class WithHyperparameters(Model):
         self.save_hyperparameters()
 
 
+SETTINGS = {"path": Path("data"), "host": IPv4Address("10.0.0.1")}
+"""A path is read without pickles, too; an address is of no type that stands on the list."""
+
+
 class WithSettings(WithHyperparameters):
     """Adds to checkpoints what is of no plain type, too."""
 
     read: Any = None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["settings"] = {"path": Path("data"), "when": datetime(2026, 1, 1)}
+        checkpoint["settings"] = SETTINGS
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.read = checkpoint["settings"]
@@ -876,7 +881,7 @@ def test_pickles_are_saved_and_loaded_where_they_are_asked_for(tmp_path: Path) -
         for actual in rank_results.values():
             assert actual["raised"] == actual["resumed"] == ""
             assert actual["losses again"] == actual["losses"][2:]
-            assert actual["read"] == {"path": Path("data"), "when": datetime(2026, 1, 1)}
+            assert actual["read"] == SETTINGS
             assert "CheckpointError" in actual["without"]
             assert "checkpoint: {pickles: true}, or by export --pickles" in actual["without"]
             assert "set checkpoint={'pickles': True} in the strategy" in actual["saved without"]
