@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import math
 import os
 import threading
 import time
@@ -12,7 +13,7 @@ from typing import IO, Any
 from typing_extensions import override
 
 BLOCK_BYTES = 2**20
-"""Written at once where there is a limit: a pause for each keeps disks free for others in between."""
+"""Written at once while others work: between two system calls a core and a disk are free for them."""
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -52,16 +53,17 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 class Pace:
-    """Opens files that are written at no more than some bytes per second in all; None: without a limit."""
+    """Opens files that are written in blocks, at no more than some bytes per second in all."""
 
-    def __init__(self, bytes_per_second: float | None = None) -> None:
+    def __init__(self, bytes_per_second: float = math.inf) -> None:
         self._bytes_per_second = bytes_per_second
         self._is_lifted = threading.Event()
         self._next = 0.0
 
     def open(self, path: Path) -> IO[bytes]:
         """Open a file to be written."""
-        return open(path, "wb") if self._bytes_per_second is None else _PacedFile(path, self)
+        # Buffered: torch hides what an unbuffered file raises behind an error of its own.
+        return io.BufferedWriter(_PacedFile(path, self))
 
     def begin(self) -> None:
         """Let the limit hold from now on."""
@@ -74,7 +76,6 @@ class Pace:
 
     def wait(self, num_bytes: int) -> None:
         """Wait until the next `num_bytes` may be written."""
-        assert self._bytes_per_second is not None
         # What a slow disk or a busy core has missed is not made up for: bursts are what others feel.
         start = max(self._next, time.monotonic())
         self._next = start + num_bytes / self._bytes_per_second

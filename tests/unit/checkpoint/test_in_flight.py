@@ -1,5 +1,7 @@
-"""A checkpoint that a thread writes: who looks for it finds it complete; it keeps to a limit."""
+"""A checkpoint that a thread writes: who looks for it finds it complete; it yields to steps, and keeps to a limit."""
 
+import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -8,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_distrec.atomic_files import BLOCK_BYTES, Pace
 from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
 from lightning_distrec.checkpoint.contents import verify
 from lightning_distrec.checkpoint.save import (
+    WRITER_NICENESS,
     RankContent,
     Saver,
     take_folder_snapshot,
@@ -25,12 +29,13 @@ class SlowFile:
     """Takes its time."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.may_end = path, threading.Event()
+        self.path, self.may_end, self.niceness = path, threading.Event(), 0
 
     def on_host(self) -> "SlowFile":
         return self
 
     def write(self, ranks: object, pace: object) -> None:
+        self.niceness = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
         self.may_end.wait(10)
         time.sleep(0.1)
         self.path.write_text("all of it")
@@ -44,6 +49,31 @@ def test_a_checkpoint_in_flight_is_waited_for(tmp_path: Path) -> None:
     assert wait_for_checkpoint(tmp_path / "a.ckpt")
     saver.finish()
     assert wait_for_checkpoint(tmp_path / "a.ckpt")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+def test_the_thread_that_writes_yields_to_steps_and_nothing_else_does(tmp_path: Path) -> None:
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    saver, file = Saver(SingleRank(), is_async=True), SlowFile(tmp_path / "a.ckpt")
+    file.may_end.set()
+    saver.save(file)
+    saver.finish()
+    assert file.niceness == min(19, before + WRITER_NICENESS)
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
+
+
+def test_a_large_write_leaves_its_core_to_others_in_between(tmp_path: Path) -> None:
+    class NotedPace(Pace):
+        def wait(self, num_bytes: int) -> None:
+            blocks.append(num_bytes)
+            super().wait(num_bytes)
+
+    blocks: list[int] = []
+    content = os.urandom(3 * BLOCK_BYTES + 5)
+    with NotedPace().open(tmp_path / "bytes") as file:
+        assert file.write(content) == len(content)
+    assert blocks == 3 * [BLOCK_BYTES] + [5]
+    assert (tmp_path / "bytes").read_bytes() == content
 
 
 @pytest.mark.parametrize("form", ["folder", "file"])
