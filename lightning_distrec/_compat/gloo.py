@@ -1,23 +1,70 @@
-"""Gloo's all-to-all, in a form that uses both directions of a link at once.
+"""Gloo's groups with one thread for the sockets of all, and its all-to-all using both directions of a link at once.
 
-Source: gloo/alltoallv.cc, which posts the send to a rank before the receive from it. The second of two ranks to arrive
-finds the first one ready and fills the socket; its own word that it is ready then waits behind what it sends, and the
-first rank sends only after that. On a link of 200 Mbit/s 0.5 MB each way take 39 ms; with receives posted first, 21 ms.
-Can go when gloo posts receives first.
+Source of the latter: gloo/alltoallv.cc, which posts the send to a rank before the receive from it. The second of two
+ranks to arrive finds the first one ready and fills the socket; its own word that it is ready then waits behind what it
+sends, and the first rank sends only after that. On a link of 200 Mbit/s 0.5 MB each way take 39 ms; with receives
+posted first, 21 ms. Can go when gloo posts receives first.
 """
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroupGloo, distributed_c10d
 
 from lightning_distrec._compat.patches import Patches
 
 _FIRST_TAG = 1 << 20  # beyond the tags of people's own messages
+
+
+@contextlib.contextmanager
+def one_socket_thread() -> Iterator[None]:
+    """Let one thread serve the sockets of all gloo groups that are made meanwhile, and of those made in here before.
+
+    torch starts one for each group; on busy cores the main thread waits longer the more there are. For groups in which
+    each rank exchanges with each: they connect when they are made, whatever TORCH_GLOO_LAZY_INIT says. Groups that
+    connect later mix up their ranks in such a thread, and hang.
+    """
+    with Patches() as patches:
+        patches.replace(distributed_c10d, "ProcessGroupGloo", _SharedThread)
+        yield
+
+
+@functools.cache
+def _devices(interfaces: str, process_id: int) -> list[Any]:
+    """Return gloo's devices, each with a thread, of some network interfaces, by name, or of the default one.
+
+    process_id: a process that is forked has no threads of the one before.
+    """
+    if not interfaces:
+        return [ProcessGroupGloo.create_default_device(lazy_init=False)]
+    return [ProcessGroupGloo.create_device(interface=name, lazy_init=False) for name in interfaces.split(",")]
+
+
+class _Constructor(type):
+    """The type of a name that stands for ProcessGroupGloo, and makes one of its own objects."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, ProcessGroupGloo)
+
+    def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        gloo: Any = ProcessGroupGloo  # torch's stubs have other names
+        options = gloo._Options()
+        options._devices = _devices(os.environ.get("GLOO_SOCKET_IFNAME", ""), os.getpid())
+        options._timeout = timeout
+        options._threads = 2 * len(options._devices)  # as torch has it
+        return gloo(store, rank, size, options)
+
+
+class _SharedThread(metaclass=_Constructor):
+    """See `one_socket_thread`."""
 
 
 class _Exchange:

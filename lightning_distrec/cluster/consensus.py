@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_distrec import errors
+from lightning_distrec._compat.gloo import one_socket_thread
 from lightning_distrec.cluster.plain_data import from_bytes, to_bytes
 
 T = TypeVar("T")
@@ -61,7 +62,8 @@ class Consensus:
         """
         # The backend is the same on all ranks, so that all make the group, or none does.
         if self._ids is None and self.num_ranks > 1 and dist.get_backend() == "gloo":
-            self._ids = dist.new_group(backend="gloo", timeout=self.timeout)
+            with one_socket_thread():
+                self._ids = dist.new_group(backend="gloo", timeout=self.timeout)
         return self._ids
 
     def with_flags(self, *values: int) -> tuple[int, ...]:
@@ -287,7 +289,9 @@ def job_consensus(timeout_seconds: float) -> JobConsensus:
     # first was destroyed, gets its own.
     if _latest is None or _latest.world is not world:
         flags = RankFlags()
-        _latest = JobConsensus(world, *(Consensus(timeout_seconds, flags) for _ in range(2)))
+        general = Consensus(timeout_seconds, flags)
+        with one_socket_thread():
+            _latest = JobConsensus(world, general, steps=Consensus(timeout_seconds, flags))
     return _latest
 
 

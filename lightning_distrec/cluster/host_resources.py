@@ -68,7 +68,7 @@ OTHER_FILES = 256
 """What a rank has open besides: libraries, logs, checkpoints, pipes of workers, and few sockets of other groups."""
 PROCESS_BYTES = 300 << 20
 """Host memory of a rank before any data, measured on CPUs: Python, torch, torchrec and FBGEMM; CUDA takes more."""
-STORE_REQUESTS, STORE_REQUESTS_PER_RANK = 40, 6
+STORE_REQUESTS, STORE_REQUESTS_PER_RANK = 25, 14
 """To rank 0's store until training begins, measured over gloo on 2 to 64 ranks: of any rank, and more for each rank of
 the job. These are gloo's, which looks up the address of each rank once for each mesh, and rank 0's, which checks each
 rank's key."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from lightning_distrec._compat.gloo import one_socket_thread
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.option_values import plain_fields
 from lightning_distrec.ranks import Ranks
@@ -151,7 +152,8 @@ def _process_groups(size: int, ranks: Ranks, timeout: timedelta) -> tuple[Any, A
 def _group_of(members: list[list[int]], rank: int, timeout: timedelta) -> Any:
     """Collective. Make process groups of these ranks; return the one that has `rank`."""
     # new_group is collective over the job: every rank makes all groups, in one order, also those that it is not in.
-    made = [dist.new_group(group_ranks, timeout) for group_ranks in members]
+    with one_socket_thread():
+        made = [dist.new_group(group_ranks, timeout) for group_ranks in members]
     return next(group for group, group_ranks in zip(made, members, strict=True) if rank in group_ranks)
 
 

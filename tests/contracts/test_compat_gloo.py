@@ -1,8 +1,11 @@
-"""Exchanges between nodes whose receives come first: the bits of torch's own all-to-all, in every form of its call."""
+"""Gloo groups that share a thread, and exchanges between nodes whose receives come first: the bits of torch's own."""
 
 import random
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,6 +89,38 @@ def _on_one_node() -> int:
     return len(calls)
 
 
+def _num_socket_threads() -> int:
+    return sum(path.read_text() == "gloo_tcp_loop\n" for path in Path("/proc/self/task").glob("*/comm"))
+
+
+def _groups(level: dist.DebugLevel) -> dict[str, Any]:
+    """Make groups, of all ranks and of some; return what they sum, their threads, and what ends a wait too long."""
+    _meet()
+    level_before, limit = dist.get_debug_level(), timedelta(seconds=0.5)
+    dist.set_debug_level(level)
+    before, rank = _num_socket_threads(), dist.get_rank()
+    with gloo.one_socket_thread():
+        groups = {name: dist.new_group(timeout=limit, backend="gloo") for name in ("first", "second")}
+        some = dist.new_group([1, 2], limit, "gloo")
+    dist.set_debug_level(level_before)
+    if rank:
+        groups["of some"] = some
+    sums = {name: torch.tensor([float(rank)]) for name in groups}
+    for name, values in sums.items():
+        dist.all_reduce(values, group=groups[name])
+    actual: dict[str, Any] = {name: values.item() for name, values in sums.items()}
+    actual["threads"] = _num_socket_threads() - before
+    dist.new_group(backend="gloo")
+    actual["threads of torch's"] = _num_socket_threads() - before - actual["threads"]
+    began = time.monotonic()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="(?i)timed out|in 500 ms"):
+            dist.all_reduce(torch.zeros(1), group=groups["first"])
+    actual["seconds"] = time.monotonic() - began
+    dist.barrier()
+    return actual
+
+
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
     """By rank."""
@@ -105,3 +140,14 @@ def test_exchanges_between_nodes_have_the_bits_of_torchs_own(name: str, results:
 
 def test_within_a_node_they_are_torchs_own(results: list[dict[str, Any]]) -> None:
     assert [result["one node"] for result in results] == [12] * NUM_RANKS
+
+
+def test_groups_share_a_thread_and_have_their_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+    calls = {level: (_groups, getattr(dist.DebugLevel, level)) for level in ("OFF", "DETAIL")}
+    for rank, result in enumerate(run_each_on_ranks(calls, NUM_RANKS)):
+        for level, actual in result.items():
+            assert (actual["first"], actual["second"], actual.get("of some")) == (3, 3, 3 if rank else None)
+            # The first ones start it.
+            assert (actual["threads"], actual["threads of torch's"]) == (int(level == "OFF"), 1)
+            assert rank or 0.4 < actual["seconds"] < 5

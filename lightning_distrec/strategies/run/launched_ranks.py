@@ -5,7 +5,7 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeGuard
@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_prefixed_message, rank_zero_info, rank_zero_warn
 from torch.multiprocessing.spawn import ProcessException
 
+from lightning_distrec._compat.gloo import one_socket_thread
 from lightning_distrec._compat.lightning_checkpoints import upload_folders_too
 from lightning_distrec._compat.lightning_launchers import ForkLauncher, check_cuda_before_fork
 from lightning_distrec._compat.torch import default_store
@@ -272,15 +273,16 @@ def connect_ranks(strategy: Any, backend: str, waits: Waits, sets_threads: bool,
         os.environ |= choose_interface(store, rank, num_ranks, point.host, backend, os.environ)
     if (device_index := device_id(device, backend)) and num_ranks > 1:
         refuse_shared_devices(store, rank, num_ranks, device_index)
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=num_ranks,
-        timeout=timeout,
-        # Bound to NCCL alone: with it gloo refuses groups of some ranks on GPUs.
-        device_id=device if device.type != "cpu" and "nccl" in backend else None,
-    )
+    with one_socket_thread() if backend == "gloo" else nullcontext():
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timeout,
+            # Bound to NCCL alone: with it gloo refuses groups of some ranks on GPUs.
+            device_id=device if device.type != "cpu" and "nccl" in backend else None,
+        )
     if sets_threads:
         consensus = job_consensus(timeout.total_seconds()).general
         cpus_of_ranks = consensus.all_gather(cpus_of_this_process(strategy.node_rank))

@@ -157,10 +157,10 @@ def test_an_embedding_of_configure_model_is_planned_with_what_ranks_need_while_t
     words = "rank starts: 18.6 GiB if configure_model builds them; if __init__ does, 614.7 GiB on rank 0, 596.0 GiB on"
     assert words in " ".join(text.split())
     assert (report["open_files_per_rank"], report["process_bytes_per_node"]) == (4 * 32 + 256, 8 * 300 << 20)
-    assert (report["sockets_per_node"], report["store_requests_per_rank"]) == (8 * 3 * 32, 40 + 6 * 32)
+    assert (report["sockets_per_node"], report["store_requests_per_rank"]) == (8 * 3 * 32, 25 + 14 * 32)
     words = (
         "Processes: 2.3 GiB of host memory a node before any data; a rank opens up to 384 files, most of them sockets "
-        "to other ranks (`ulimit -n`), a node 768 sockets; a rank starts with some 232 requests to rank 0's store."
+        "to other ranks (`ulimit -n`), a node 768 sockets; a rank starts with some 473 requests to rank 0's store."
     )
     assert words in " ".join(text.split())
 
