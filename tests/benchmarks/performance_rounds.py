@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from lightning_distrec._compat.gloo import one_socket_thread
 from tests.benchmarks.performance_contenders import CONTENDERS, Contender, Turn
 from tests.benchmarks.performance_delay import every_exchange_takes
 from tests.benchmarks.performance_model import Batches
@@ -66,9 +67,10 @@ Times = dict[str, Timed]
 
 
 def join_ranks() -> None:
-    """Collective. Start the process group that all contenders share, by the environment."""
+    """Collective. Start the process group that all contenders share, by the environment, as a Trainer does."""
     rank, num_ranks = rank_and_num_ranks()
-    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    with one_socket_thread():  # to the loops by hand, which have one group, it makes no difference
+        dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
 
 
 def take_turns(job: Job) -> Times:
