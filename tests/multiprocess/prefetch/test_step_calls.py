@@ -1,9 +1,10 @@
-"""How many Python functions a training step calls in the main thread, which does not vary as times do."""
+"""What a training step calls in the main thread, and which threads serve it: neither varies as times do."""
 
 import io
 import warnings
 from collections import Counter
 from contextlib import redirect_stdout
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from tests.benchmarks.host_time_steps import CONTENDERS, COUNTED_TURN, calls_of
 from tests.benchmarks.performance_model import Batches
 from tests.benchmarks.performance_rounds import join_ranks, silence
+from tests.support.click_model import ClickModel, train_sharded
 from tests.support.ranks import run_on_ranks
 
 FEW, MANY = 8, 24
@@ -49,3 +51,13 @@ def _calls() -> list[Counter[str]]:
                 counts += [functions, logged]
             counts.append(Counter({n: k for n, k in functions.items() if n.startswith("lightning_distrec/")}))
     return counts
+
+
+def test_one_thread_serves_the_sockets_of_a_step() -> None:
+    # A second one is of the group for what is agreed on now and then, which connects few ranks.
+    assert run_on_ranks(_num_socket_threads, 2) == [2, 2]
+
+
+def _num_socket_threads() -> int:
+    train_sharded(ClickModel(torch.optim.SGD, {"lr": 0.1}), 2)
+    return sum(path.read_text() == "gloo_tcp_loop\n" for path in Path("/proc/self/task").glob("*/comm"))
