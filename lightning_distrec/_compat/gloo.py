@@ -54,12 +54,14 @@ class _Constructor(type):
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, ProcessGroupGloo)
 
-    def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta, **other_options: Any) -> Any:
         gloo: Any = ProcessGroupGloo  # torch's stubs have other names
         options = gloo._Options()
         options._devices = _devices(os.environ.get("GLOO_SOCKET_IFNAME", ""), os.getpid())
         options._timeout = timeout
         options._threads = 2 * len(options._devices)  # as torch has it
+        for name, value in other_options.items():  # enable_reconfigure, from torch 2.14 on
+            setattr(options, name, value)
         return gloo(store, rank, size, options)
 
 
