@@ -1,5 +1,6 @@
 """Options of checkpoints, those by difference included."""
 
+import math
 from dataclasses import dataclass, field
 
 from lightning_distrec.errors import ConfigError
@@ -87,10 +88,10 @@ class CheckpointOptions:
             raise ConfigError(f"checkpoint: rename={self.rename!r} must map names of the checkpoint to the module's.")
 
     @property
-    def writing_limit(self) -> float | None:
-        """What each rank writes while training goes on, in bytes per second; None: all it can."""
+    def writing_limit(self) -> float:
+        """What each rank writes while training goes on, in bytes per second; infinity: all it can."""
         limit = self.async_bytes_per_second
-        return None if limit is None else parse_bandwidth(limit, "async_bytes_per_second")
+        return math.inf if limit is None else parse_bandwidth(limit, "async_bytes_per_second")
 
     def renamed(self, name: str) -> str:
         """Return the name in the module of what is called `name` in the checkpoint."""

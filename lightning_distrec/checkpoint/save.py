@@ -1,4 +1,4 @@
-"""The checkpoints that threads of this process are writing, by their paths."""
+"""Saves checkpoints, at once or in a thread; and says which ones threads of this process are writing."""
 
 import contextlib
 import math
@@ -196,10 +196,10 @@ def on_all_ranks(ranks: RanksOfThread, path: Path, action: Callable[[], T]) -> T
 class Saver:
     """Saves one checkpoint after the other; in a thread if `is_async`, at most one at a time."""
 
-    def __init__(self, ranks: RanksOfThread, is_async: bool, bytes_per_second: float | None = None) -> None:
+    def __init__(self, ranks: RanksOfThread, is_async: bool, bytes_per_second: float = math.inf) -> None:
         self._ranks = ranks
         self._is_async = is_async
-        self._pace = Pace(bytes_per_second or math.inf)
+        self._pace = Pace(bytes_per_second)
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self.in_flight: Path | None = None

@@ -70,7 +70,7 @@ PROCESS_BYTES = 300 << 20
 """Host memory of a rank before any data, measured on CPUs: Python, torch, torchrec and FBGEMM; CUDA takes more."""
 STORE_REQUESTS, STORE_REQUESTS_PER_RANK = 25, 14
 """To rank 0's store until training begins, measured over gloo on 2 to 64 ranks: of any rank, and more for each rank of
-the job. These are gloo's, which looks up the address of each rank once for each mesh, and rank 0's, which checks each
+the job. These are gloo's, which exchanges the addresses of all ranks for each mesh, and rank 0's, which checks each
 rank's key."""
 
 
@@ -125,7 +125,8 @@ def open_files_limit() -> int:
 def reserve_open_files(num_ranks: int, backend: str) -> None:
     """Let this process open as many files as the system lets it, and gloo connect ranks when they first exchange.
 
-    Otherwise gloo opens a socket to each rank for each process group. Raises ConfigError: too few for `num_ranks`.
+    Otherwise gloo opens a socket to each rank for each process group, as for those of `one_socket_thread`.
+    Raises ConfigError: too few for `num_ranks`.
     """
     os.environ.setdefault(LAZY_GLOO, "1")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

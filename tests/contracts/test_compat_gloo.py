@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_distrec._compat import gloo
-from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
+from tests.support.ranks import num_socket_threads, rank_and_num_ranks, run_each_on_ranks
 
 NUM_RANKS = 3
 DTYPES = (torch.int64, torch.float32, torch.float16)
@@ -89,16 +88,12 @@ def _on_one_node() -> int:
     return len(calls)
 
 
-def _num_socket_threads() -> int:
-    return sum(path.read_text() == "gloo_tcp_loop\n" for path in Path("/proc/self/task").glob("*/comm"))
-
-
 def _groups(level: dist.DebugLevel) -> dict[str, Any]:
     """Make groups, of all ranks and of some; return what they sum, their threads, and what ends a wait too long."""
     _meet()
     level_before, limit = dist.get_debug_level(), timedelta(seconds=0.5)
     dist.set_debug_level(level)
-    before, rank = _num_socket_threads(), dist.get_rank()
+    before, rank = num_socket_threads(), dist.get_rank()
     with gloo.one_socket_thread():
         groups = {name: dist.new_group(timeout=limit, backend="gloo") for name in ("first", "second")}
         some = dist.new_group([1, 2], limit, "gloo")
@@ -109,9 +104,9 @@ def _groups(level: dist.DebugLevel) -> dict[str, Any]:
     for name, values in sums.items():
         dist.all_reduce(values, group=groups[name])
     actual: dict[str, Any] = {name: values.item() for name, values in sums.items()}
-    actual["threads"] = _num_socket_threads() - before
+    actual["threads"] = num_socket_threads() - before
     dist.new_group(backend="gloo")
-    actual["threads of torch's"] = _num_socket_threads() - before - actual["threads"]
+    actual["threads of torch's"] = num_socket_threads() - before - actual["threads"]
     began = time.monotonic()
     if rank == 0:
         with pytest.raises(RuntimeError, match="(?i)timed out|in 500 ms"):

@@ -4,7 +4,6 @@ import io
 import warnings
 from collections import Counter
 from contextlib import redirect_stdout
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from tests.benchmarks.host_time_steps import CONTENDERS, COUNTED_TURN, calls_of
 from tests.benchmarks.performance_model import Batches
 from tests.benchmarks.performance_rounds import join_ranks, silence
 from tests.support.click_model import ClickModel, train_sharded
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import num_socket_threads, run_on_ranks
 
 FEW, MANY = 8, 24
 LIMIT = 405
@@ -55,9 +54,9 @@ def _calls() -> list[Counter[str]]:
 
 def test_one_thread_serves_the_sockets_of_a_step() -> None:
     # A second one is of the group for what is agreed on now and then, which connects few ranks.
-    assert run_on_ranks(_num_socket_threads, 2) == [2, 2]
+    assert run_on_ranks(_threads_of_a_fit, 2) == [2, 2]
 
 
-def _num_socket_threads() -> int:
+def _threads_of_a_fit() -> int:
     train_sharded(ClickModel(torch.optim.SGD, {"lr": 0.1}), 2)
-    return sum(path.read_text() == "gloo_tcp_loop\n" for path in Path("/proc/self/task").glob("*/comm"))
+    return num_socket_threads()
