@@ -6,6 +6,17 @@ require("pyarrow", "lightning_distrec.data")  # before the imports below fail wi
 
 from lightning_distrec.data.columns import Columns, FeatureTable  # noqa: E402
 from lightning_distrec.data.data_module import ColumnData  # noqa: E402
-from lightning_distrec.data.features import Bucketize, Cross, Hash, Number, Vocabulary  # noqa: E402
+from lightning_distrec.data.features import Age, Bucketize, Cross, Hash, Number, Time, Vocabulary  # noqa: E402
 
-__all__ = ["Bucketize", "ColumnData", "Columns", "Cross", "FeatureTable", "Hash", "Number", "Vocabulary"]
+__all__ = [
+    "Age",
+    "Bucketize",
+    "ColumnData",
+    "Columns",
+    "Cross",
+    "FeatureTable",
+    "Hash",
+    "Number",
+    "Time",
+    "Vocabulary",
+]

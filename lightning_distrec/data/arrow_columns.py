@@ -1,5 +1,7 @@
 """Reads columns of Arrow as raw values for the encoder, and what is fitted on them; whole columns at a time."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -7,10 +9,21 @@ import pyarrow as pa
 from pyarrow import compute, types
 
 from lightning_distrec.data.features import Bucketize, Feature, Number, Vocabulary
-from lightning_distrec.data.raw_values import Cells, Texts
+from lightning_distrec.data.raw_values import Cells, Texts, check_finite, seconds_of, transformed
+from lightning_distrec.errors import DataError
 
 MAX_SAMPLE = 2**20
 """Quantiles are exact up to this number of values; of more, every second one is dropped again and again."""
+
+
+@contextmanager
+def errors_at(place: str) -> Iterator[None]:
+    """Raise errors of files and values as DataErrors that begin with `place`."""
+    try:
+        yield
+    except (DataError, pa.ArrowException, OSError, LookupError, ValueError) as error:
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise DataError(f"{place}{lines[0]}") from error
 
 
 def type_problem(kind: pa.DataType, feature: Feature) -> str | None:
@@ -18,15 +31,19 @@ def type_problem(kind: pa.DataType, feature: Feature) -> str | None:
     kind = kind.value_type if types.is_dictionary(kind) else kind
     is_text = types.is_string(kind) or types.is_large_string(kind)
     is_sequence = _is_list(kind)
+    if is_sequence and _is_list(kind.value_type):
+        return "it has lists of lists; write one list for each row"
     if feature.max_length is None and is_sequence:
         return "sequences need max_length"
     if feature.max_length is not None and not is_sequence and not (is_text and feature.separator):
         return "max_length is for lists, or for texts with a separator"
     value = _value_type(kind)
+    if feature.is_time and (_is_text(value) or types.is_timestamp(value) or types.is_date(value)):
+        return None
     if feature.is_numeric and not is_number(value) and not (is_text and feature.separator):
         return f"{feature.kind} needs numbers"
     if not feature.is_numeric and not (_is_text(value) or types.is_integer(value) or types.is_boolean(value)):
-        return f"{feature.kind} needs texts, integers or booleans; use bucketize for other numbers"
+        return f"{feature.kind} needs texts, integers or booleans; use bucketize for other numbers, time for times"
     return None
 
 
@@ -36,9 +53,10 @@ def is_number(kind: pa.DataType) -> bool:
     return any(check(kind) for check in checks)
 
 
-def is_rounded(kind: pa.DataType) -> bool:
-    """Return whether numbers of this type have 32 bits at most."""
-    return _value_type(kind) in (pa.float16(), pa.float32())
+def rounded_types(schema: pa.Schema) -> dict[str, str]:
+    """Return numpy's type of each column of floating-point numbers, which may have fewer bits than float64."""
+    kinds = {field.name: _value_type(field.type) for field in schema}
+    return {column: kind.to_pandas_dtype().__name__ for column, kind in kinds.items() if types.is_floating(kind)}
 
 
 def _value_type(kind: pa.DataType) -> pa.DataType:
@@ -74,12 +92,35 @@ def flat_values(column: Any, feature: Feature) -> tuple[pa.Array, np.ndarray | N
 def cells_of(column: Any, feature: Feature) -> Cells:
     """Return a column as the encoder reads it. Raises pyarrow.ArrowInvalid: a value is of another type."""
     values, lengths = flat_values(column, feature)
-    return Cells(numbers_of(values) if feature.is_numeric else texts_of(values), lengths)
+    return Cells(_numbers_for(values, feature) if feature.is_numeric else texts_of(values), lengths)
+
+
+def _numbers_for(values: pa.Array, feature: Feature) -> np.ndarray:
+    return seconds_from(values) if feature.is_time else numbers_of(values)
+
+
+def seconds_from(values: pa.Array) -> np.ndarray:
+    """Return times as seconds since 1970, (N,) float64; what is missing is NaN."""
+    if types.is_dictionary(values.type):
+        values = values.cast(values.type.value_type)
+    if types.is_timestamp(values.type) or types.is_date(values.type):
+        # Texts have microseconds, too: what is finer is dropped here as there.
+        kind = pa.timestamp("us", tz=getattr(values.type, "tz", None))
+        microseconds = values.cast(kind, safe=False).cast(pa.int64()).to_numpy(zero_copy_only=False)
+        return np.divide(microseconds, 1e6)
+    if not _is_text(values.type) or types.is_null(values.type):
+        return numbers_of(values)
+    return np.array([np.nan if text is None else seconds_of(text) for text in values.to_pylist()], dtype=np.float64)
 
 
 def numbers_of(values: pa.Array) -> np.ndarray:
-    """Return (N,) float64; what is missing is NaN."""
-    numbers = values.cast(pa.float64()).to_numpy(zero_copy_only=False)
+    """Return (N,) float64; what is missing is NaN. Raises ValueError: an integer has no float64."""
+    try:
+        numbers = values.cast(pa.float64()).to_numpy(zero_copy_only=False)
+    except pa.ArrowInvalid as error:
+        if not types.is_integer(values.type):
+            raise
+        raise ValueError(f"{error}; use hash or vocabulary for ids, or write numbers as float64") from error
     return numbers.astype(np.float64, copy=False)
 
 
@@ -105,7 +146,7 @@ def statistics_for(feature: Feature) -> "ValueCounts | Numbers | None":
     is_fitted = (
         isinstance(feature, Bucketize) and feature.quantiles or isinstance(feature, Number) and feature.standardize
     )
-    return Numbers(getattr(feature, "log", False)) if is_fitted else None
+    return Numbers(feature) if is_fitted else None
 
 
 class ValueCounts:
@@ -138,17 +179,18 @@ class ValueCounts:
 class Numbers:
     """Mean and standard deviation of numbers, or of their logarithms, and a sample of them for quantiles."""
 
-    def __init__(self, log: bool) -> None:
-        self._log = log
+    def __init__(self, feature: Feature) -> None:
+        self._feature, self._plain = feature, feature.plain("")
         self._count, self._mean, self._squares = 0, 0.0, 0.0
         self._sample, self._step, self._place = np.zeros(0), 1, 0
 
     def add(self, values: pa.Array) -> None:
         """Add numbers, all but the missing ones."""
-        numbers = numbers_of(values)
+        originals = _numbers_for(values, self._feature)
+        numbers = transformed(originals, self._plain)
+        with np.errstate(over="ignore"):
+            check_finite(numbers.astype(np.float32), originals, is_null=np.isnan(originals))
         numbers = numbers[~np.isnan(numbers)]
-        if self._log:
-            numbers = np.log1p(np.maximum(numbers, 0))
         if not len(numbers):
             return
         # Chan, Golub, LeVeque: Updating formulae and a pairwise algorithm for computing sample variances, 1979.

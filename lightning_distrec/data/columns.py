@@ -10,10 +10,11 @@ import torch
 
 from lightning_distrec.data.arrow_columns import (
     cells_of,
+    errors_at,
     flat_values,
     is_number,
-    is_rounded,
     numbers_of,
+    rounded_types,
     statistics_for,
     type_problem,
 )
@@ -36,9 +37,10 @@ class Columns:
     """The mapping from columns to the tensors of a batch.
 
     A batch is a dict. `form="jagged"`: "ids" is a KeyedJaggedTensor with a key for each feature that has a table,
-    in order. "padded": each such feature's name -> ids, (batch_size,), or (batch_size, max_length) of sequences,
-    filled up with 0. Both: "dense" (batch_size, numbers) float32, in the order of number features; a number feature of
-    sequences has its own name, (batch_size, max_length) float32; "label" float32, (batch_size,) or (batch_size, labels)
+    in order; features with a `group` are in a KeyedJaggedTensor of its name. "padded": each such feature's name -> ids,
+    (batch_size,), or (batch_size, max_length) of sequences, filled up with 0. Both: "dense" (batch_size, numbers)
+    float32, in the order of number features; a number feature of sequences has its own name, (batch_size, max_length)
+    float32; "label" float32, (batch_size,) or (batch_size, labels)
     """
 
     def __init__(
@@ -57,9 +59,19 @@ class Columns:
             raise ConfigError(f"form={form!r}: use 'jagged' or 'padded'.")
         if not self.features or {"ids", "dense", "label"} & self.features.keys():
             raise ConfigError("features: name one or more; the names ids, dense and label are those of the batch.")
+        self._check_groups()
         self.tables = self._tables()
         self._readers = self._columns_with_readers()
         self._encoder: Encoder | None = None
+
+    def _check_groups(self) -> None:
+        groups = {getattr(feature, "group", None) for feature in self.features.values()} - {None}
+        others = {name for name, feature in self.features.items() if not isinstance(feature, TableFeature)}
+        if groups and (self.form == "padded" or groups & {"dense", "label", *others}):
+            raise ConfigError(
+                f"features: group={', '.join(sorted(groups))}: groups are KeyedJaggedTensors of form='jagged', and "
+                "have names that nothing else in the batch has."
+            )
 
     def _tables(self) -> dict[str, FeatureTable]:
         names_by_table: dict[str, list[str]] = {}
@@ -73,7 +85,7 @@ class Columns:
             if len({self.features[name].mapping() for name in names}) > 1:
                 raise ConfigError(
                     f"features {', '.join(names)} share the table '{table}', and differ in kind, rows, seed, "
-                    "min_count, boundaries or quantiles. Give them the same, or tables of their own."
+                    "min_count, boundaries, quantiles, part or group. Give them the same, or tables of their own."
                 )
             tables[table] = FeatureTable(rows=first.num_rows(), features=tuple(names))
         return tables
@@ -98,7 +110,11 @@ class Columns:
     @property
     def text_columns(self) -> list[str]:
         """The columns whose values are read as text."""
-        return [column for column, feature in self._readers.items() if not feature.is_numeric or feature.separator]
+        return [
+            column
+            for column, feature in self._readers.items()
+            if not feature.is_numeric or feature.is_time or feature.separator
+        ]
 
     @property
     def encoder(self) -> Encoder:
@@ -125,8 +141,10 @@ class Columns:
             if not statistics:
                 break
             for name, feature in self.features.items():
+                column = feature.columns(name)[0]
                 if keys[name] in statistics:
-                    statistics[keys[name]].add(flat_values(table[feature.columns(name)[0]], feature)[0])
+                    with errors_at(f"column '{column}': "):
+                        statistics[keys[name]].add(flat_values(table[column], feature)[0])
         if schema is None:
             raise DataError("there is no data to fit features on.")
         vocabularies, boundaries, moments = {}, {}, {}
@@ -138,15 +156,17 @@ class Columns:
                 boundaries[name] = statistic.quantiles(feature.quantiles) if statistic else list(feature.boundaries)
             elif isinstance(feature, Number) and statistic:
                 moments[name] = statistic.moments()
-        self._encoder = Encoder({
+        plain = {
             "features": {name: feature.plain(name) for name, feature in self.features.items()},
             "label": self.label,
             "form": self.form,
-            "rounded": [column for column in self._readers if is_rounded(schema.field(column).type)],
+            "rounded": rounded_types(schema),
             "vocabularies": vocabularies,
             "boundaries": boundaries,
             "moments": moments,
-        })
+        }
+        with errors_at("vocabulary: "):
+            self._encoder = Encoder(plain)
         return self
 
     def to_plain(self) -> dict[str, Any]:
@@ -169,11 +189,16 @@ class Columns:
         columns._encoder = Encoder({**plain, "features": features, "label": None, "vocabularies": vocabularies})
         return columns
 
-    def check_schema(self, schema: pa.Schema, place: str = "the data") -> None:
-        """Raise DataError where a column is missing in `place`, or has a type that its feature cannot read."""
-        for column in self.columns:
+    def check_schema(self, schema: pa.Schema, place: str = "the data", others: Sequence[str] = ()) -> None:
+        """Raise DataError where a column is missing in `place`, or has a type that its feature cannot read.
+
+        others: columns that are there, too.
+        """
+        for column in [*self.columns, *others]:
             if column not in schema.names:
                 raise DataError(f"{place}: there is no column '{column}', but {', '.join(schema.names[:20])}.")
+            if schema.names.count(column) > 1:
+                raise DataError(f"{place}: several columns have the name '{column}'. Rename all but one.")
             kind, feature = schema.field(column).type, self._readers.get(column)
             problem = type_problem(kind, feature) if feature else None
             if problem is None and column in self.labels and not is_number(kind):
@@ -183,21 +208,24 @@ class Columns:
 
     def encode(self, table: pa.Table) -> dict[str, Encoded]:
         """Return the features of a table, and its label where the table has it. Raises DataError with the column."""
-        cells, column = {}, ""
-        try:
-            for column, feature in self._readers.items():
+        cells = {}
+        for column, feature in self._readers.items():
+            with errors_at(f"column '{column}': "):
                 cells[column] = cells_of(table[column], feature)
+        with errors_at(""):
             encoded = self.encoder.encode(cells)
-            if self.labels and all(label in table.column_names for label in self.labels):
-                labels = [numbers_of(flat_values(table[column], Number())[0]) for column in self.labels]
-                for column, numbers in zip(self.labels, labels, strict=True):  # noqa: B007  named if it raises
-                    if np.isnan(numbers).any():
-                        raise ValueError(f"a label is missing, the first in place {int(np.isnan(numbers).argmax())}")
-                stacked = np.stack(labels, axis=1).astype(np.float32)
-                encoded["label"] = Encoded(stacked[:, 0] if isinstance(self.label, str) else stacked, None)
-        except (pa.ArrowException, ValueError, KeyError) as error:
-            raise DataError(f"column '{column}': {str(error).splitlines()[0]}") from error
+        if self.labels and all(label in table.column_names for label in self.labels):
+            labels = np.stack([self._label(table, column) for column in self.labels], axis=1)
+            encoded["label"] = Encoded(labels[:, 0] if isinstance(self.label, str) else labels, None)
         return encoded
+
+    def _label(self, table: pa.Table, column: str) -> np.ndarray:
+        with errors_at(f"column '{column}': "), np.errstate(over="ignore"):
+            numbers = numbers_of(flat_values(table[column], Number())[0]).astype(np.float32)
+            rows = np.flatnonzero(~np.isfinite(numbers))
+            if len(rows):
+                raise ValueError(f"a label is missing, or not finite in 32 bits, the first in row {rows[0]}")
+        return numbers
 
     def tensors(self, encoded: dict[str, Encoded], num_rows: int) -> dict[str, torch.Tensor]:
         """Return encoded features as the tensors that `batch` makes a batch of."""
@@ -209,13 +237,15 @@ class Columns:
 
     def batch(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Return tensors as a batch; see the class."""
-        if "ids.values" not in tensors:
+        if self.form == "padded" or not self.tables:
             return tensors
         from torchrec import KeyedJaggedTensor
 
-        keys = [name for name, feature in self.features.items() if isinstance(feature, TableFeature)]
-        ids = KeyedJaggedTensor(keys=keys, values=tensors.pop("ids.values"), lengths=tensors.pop("ids.lengths"))
-        return {"ids": ids, **tensors}
+        batch: dict[str, Any] = {}
+        for group, keys in self.encoder.groups.items():
+            values, lengths = tensors.pop(f"{group}.values"), tensors.pop(f"{group}.lengths")
+            batch[group] = KeyedJaggedTensor(keys=keys, values=values, lengths=lengths)
+        return {**batch, **tensors}
 
     def __call__(self, rows: pa.Table | Mapping[str, Sequence[Any]]) -> dict[str, Any]:
         """Return the batch of a table, or of lists by column. Raises DataError: a column is missing or does not fit."""

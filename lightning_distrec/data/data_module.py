@@ -2,8 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from datetime import date, datetime
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from pyarrow import compute
 from torch.utils.data import Dataset, get_worker_info
 
 from lightning_distrec.atomic_files import replace_file
+from lightning_distrec.data.arrow_columns import errors_at
 from lightning_distrec.data.columns import Columns, Form
 from lightning_distrec.data.raw_values import Encoded, join
 from lightning_distrec.data.row_groups import (
+    FORMAT,
     ParquetReader,
     Reader,
     RowGroup,
@@ -38,6 +41,8 @@ class EncodedRows(Dataset):
     ) -> None:
         """names: the columns to read."""
         self.reader, self.groups, self.columns, self.order, self.names = reader, groups, columns, order, names
+        self.keep: list[str] = []
+        """Columns that are written beside predictions."""
         self._window: tuple[tuple[int, int], dict[str, Encoded]] | None = None
 
     def __getitem__(self, request: Request) -> Any:
@@ -66,11 +71,16 @@ class EncodedRows(Dataset):
         return self._window[1]
 
     def _encoded_group(self, group: RowGroup) -> dict[str, Encoded]:
-        table = self.reader.read(group, self.names)
-        try:
-            return self.columns.encode(table)
-        except DataError as error:
-            raise DataError(f"{group.file}, row group {group.number}, {error}") from error
+        with errors_at(group.place()):
+            return self.columns.encode(self.reader.read(group, self.names))
+
+    def kept_columns(self) -> pa.Table:
+        """Return the columns `keep` of all rows."""
+        tables = []
+        for group in self.groups if self.keep else ():
+            with errors_at(group.place()):
+                tables.append(self.reader.read(group, self.keep))
+        return pa.concat_tables(tables).unify_dictionaries() if tables else pa.table({})
 
 
 class ColumnData(pl.LightningDataModule):
@@ -98,13 +108,14 @@ class ColumnData(pl.LightningDataModule):
         delimiter: str = ",",
         column_names: list[str] | None = None,
         label_range: tuple[float, float] | None = None,
+        keep: list[str] | None = None,
     ) -> None:
         """Set where rows are, and what is made of them. A subclass may set tables as `sources` in its setup.
 
         Args:
             train: a path or a list: files, globs or folders of .parquet, .csv, .tsv, .txt, also .gz; local, or URLs
                 (s3://, gs://, ...) that pyarrow or fsspec reads. In a script also a DataFrame or a pyarrow Table.
-            features: name -> a feature with its kind: hash, vocabulary, bucketize, number or cross.
+            features: name -> a feature with its kind: hash, vocabulary, bucketize, number, time, age or cross.
             label: a column of numbers, or several.
             val: as train; or the share of the training rows that validates: the last ones, but for those that test.
             test: as train; or the share of the training rows, the last ones, that tests.
@@ -119,6 +130,7 @@ class ColumnData(pl.LightningDataModule):
             delimiter: between the values of text files.
             column_names: of text files without a header.
             label_range: the lowest and the highest label; another one is an error before training. For clicks [0, 1].
+            keep: columns of `predict` that PredictionWriter writes beside predictions.
         """
         super().__init__()
         if min(batch_size, buffer_rows) < 1 or num_workers < 0:
@@ -127,12 +139,14 @@ class ColumnData(pl.LightningDataModule):
             )
         if all(source is None for source in (train, val, test, predict)):
             raise ConfigError("there is no data: set train, val, test or predict.")
+        if keep and predict is None:
+            raise ConfigError(f"keep={keep}: its columns are those of predict. Set predict.")
         self.columns = Columns(features or {}, label, form)
         self.sources = {"train": train, "val": val, "test": test, "predict": predict}
         self.batch_size, self.buffer_rows, self.seed, self.num_workers = batch_size, buffer_rows, seed, num_workers
         self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
         self.cache_dir, self.delimiter, self.column_names = Path(cache_dir), delimiter, column_names
-        self.label_range = label_range
+        self.label_range, self.keep = label_range, list(keep or [])
         shares = [share for share in (val, test) if isinstance(share, float)]
         if any(not 0 < share < 1 for share in shares) or sum(shares) >= 1 or (shares and train is None):
             raise ConfigError(f"val={val}, test={test}: shares lie between 0 and 1, and leave some rows to train on.")
@@ -179,8 +193,8 @@ class ColumnData(pl.LightningDataModule):
             stage: find_files(_paths(source)) if _is_paths(source) else source for stage, source in self.sources.items()
         }
         features = {name: feature.plain(name) for name, feature in self.columns.features.items()}
-        facts = [files, features, self.columns.label, self.columns.form, self.delimiter, self.column_names]
-        facts.append(self.label_range)
+        facts = [FORMAT, files, features, self.columns.label, self.columns.form, self.delimiter, self.column_names]
+        facts += [self.label_range, self.keep]
         return self.cache_dir / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}.json"
 
     def _prepare(self) -> dict[str, Any]:
@@ -195,31 +209,43 @@ class ColumnData(pl.LightningDataModule):
         self.readers = {stage: self._reader(stage, groups[stage]) for stage in groups}
         plain = None
         if "train" in groups:
-            reader = self.readers["train"]
-            tables = (reader.read(group, self.columns.columns) for group in groups["train"])
-            plain = self.columns.fit(tables).to_plain()
+            plain = self._fitted(groups["train"]).to_plain()
         return {"groups": groups, "columns": plain}
+
+    def _fitted(self, groups: list[RowGroup]) -> Columns:
+        place = ""
+
+        def tables() -> Iterator[pa.Table]:
+            nonlocal place
+            for group in groups:
+                place = group.place()
+                yield self.readers["train"].read(group, self.columns.columns)
+
+        try:
+            return self.columns.fit(tables())
+        except DataError as error:
+            raise DataError(f"{place}{error}") from error
 
     def _find_groups(self, stage: str) -> list[RowGroup]:
         """Return the row groups of a source. Raises DataError: none, or a column is missing or does not fit."""
         source, groups = self.sources[stage], []
+        keep = self.keep if stage == "predict" else []
         columns = Columns(self.columns.features, None if stage == "predict" else self.columns.label)
         if not _is_paths(source):
             self.readers[stage] = reader = TableReader(_table_of(source))
-            columns.check_schema(reader.table.schema, place := f"the table of {stage}")
+            columns.check_schema(reader.table.schema, place := f"the table of {stage}", keep)
             groups = reader.groups()
             self._check_labels(columns.labels, place, reader, groups)
         else:
-            types = {
-                column: pa.string() if column in columns.text_columns else pa.float64() for column in columns.columns
-            }
+            texts = [*columns.text_columns, *keep]
+            types = {column: pa.string() if column in texts else pa.float64() for column in [*columns.columns, *keep]}
             for entry in find_files(_paths(source)):
                 file = entry[0]
                 is_text = not file.endswith(".parquet")
                 text = (self.cache_dir, self.column_names, self.delimiter, types)
                 path = as_parquet(entry, *text) if is_text else file
-                schema, file_groups = parquet_schema(path)
-                columns.check_schema(schema, file)
+                schema, file_groups = parquet_schema(path, is_ours=is_text)
+                columns.check_schema(schema, file, keep)
                 labels = ParquetReader({column: schema.field(column).type for column in columns.labels})
                 self._check_labels(columns.labels, file, labels, file_groups)
                 groups += file_groups
@@ -231,9 +257,12 @@ class ColumnData(pl.LightningDataModule):
         """Raise DataError where a label is outside of `label_range`."""
         for group in groups if self.label_range and labels else ():
             low, high = self.label_range  # type: ignore[misc]
-            table = reader.read(group, labels)
+            with errors_at(group.place()):
+                table = reader.read(group, labels)
             for column in labels:
-                for label in compute.min_max(table[column].cast(pa.float64())).as_py().values():
+                with errors_at(f"{place}: column '{column}' "):
+                    extremes = compute.min_max(table[column].cast(pa.float64())).as_py()
+                for label in extremes.values():
                     if label is not None and not low <= label <= high:
                         raise DataError(
                             f"{place}: column '{column}' has the label {label:g}, which label_range excludes: "
@@ -246,9 +275,8 @@ class ColumnData(pl.LightningDataModule):
             return self.readers[source]
         # All files are read with the types of the first one: features may differ by them.
         schema = parquet_schema(groups[0].file)[0]
-        return ParquetReader({
-            column: schema.field(column).type for column in self.columns.columns if column in schema.names
-        })
+        names = [column for column in [*self.columns.columns, *self.keep] if column in schema.names]
+        return ParquetReader({column: schema.field(column).type for column in names})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fitted features, for checkpoints."""
@@ -279,9 +307,10 @@ class ColumnData(pl.LightningDataModule):
 
     def predict_dataloader(self) -> RowLoader:
         """Rows of `predict` in order, or those of `test` or `val`, without labels."""
-        return self._loader(
-            next(stage for stage in ("predict", "test", "val", "train") if stage in self.groups), labels=False
-        )
+        stage = next(stage for stage in ("predict", "test", "val", "train") if stage in self.groups)
+        loader = self._loader(stage, labels=False)
+        loader.dataset.keep = self.keep  # type: ignore[attr-defined]
+        return loader
 
     def _loader(self, stage: str, *, shuffle: bool = False, labels: bool = True) -> RowLoader:
         if stage not in self.groups:
@@ -317,12 +346,14 @@ class ColumnData(pl.LightningDataModule):
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it: NaN is missing, and a decimal a number."""
+    """Return a value as JSON has it: NaN is missing, a decimal a number, and a time its ISO text."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if isinstance(value, (float, Decimal)):
         return None if value != value else float(value)
-    return value
+    if isinstance(value, datetime):
+        return value.isoformat(timespec="microseconds")
+    return value.isoformat() if isinstance(value, date) else value
 
 
 def _is_paths(source: Any) -> bool:
@@ -342,7 +373,7 @@ def _table_of(source: Any) -> pa.Table:
         raise ConfigError(f"data is a {type(source).__name__}: give paths, a pandas DataFrame or a pyarrow Table.")
     try:
         return pa.Table.from_pandas(source, preserve_index=False)
-    except pa.ArrowException as error:
+    except (pa.ArrowException, TypeError) as error:
         raise DataError(f"the DataFrame: {error}") from error
 
 

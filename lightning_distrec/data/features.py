@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar
 
+from lightning_distrec.data.raw_values import TIME_PARTS, seconds_of
 from lightning_distrec.errors import ConfigError, did_you_mean
 
 MAX_ROWS = 2**32
@@ -42,17 +43,22 @@ class Feature:
     @property
     def is_numeric(self) -> bool:
         """Whether values are numbers; else they are texts."""
-        return isinstance(self, (Bucketize, Number))
+        return isinstance(self, (Bucketize, Number, Time))
+
+    @property
+    def is_time(self) -> bool:
+        """Whether values are times, which are read as seconds since 1970 in UTC."""
+        return isinstance(self, (Age, Time))
 
     def mapping(self) -> tuple[Any, ...]:
         """Return what features of one table have in common."""
         plain = self.plain("")
-        shared = ("kind", "rows", "seed", "min_count", "boundaries", "quantiles")
+        shared = ("kind", "rows", "seed", "min_count", "boundaries", "quantiles", "part", "group")
         return tuple(str(plain.get(setting)) for setting in shared)
 
     def reading(self) -> tuple[Any, ...]:
         """Return how its column is read, which features of one column share."""
-        return self.is_numeric, self.max_length, self.separator
+        return self.is_numeric, self.is_time, self.max_length, self.separator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +67,8 @@ class TableFeature(Feature):
 
     table: str | None = None
     """The embedding table; features of one table share its rows. None: a table of the feature's name."""
+    group: str | None = None
+    """The KeyedJaggedTensor of the batch that has its ids; None: "ids"."""
 
     def num_rows(self) -> int:
         """Return how many rows the table needs."""
@@ -139,6 +147,25 @@ class Bucketize(TableFeature):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Time(TableFeature):
+    """A part of a time: its hour, weekday or day of the month in UTC, of timestamps, dates, ISO texts or seconds."""
+
+    kind = "time"
+
+    part: str
+    """hour, weekday (Monday first) or day."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.part not in TIME_PARTS:
+            raise ConfigError(f"time: part={self.part!r}: use one of {', '.join(TIME_PARTS)}, or the kind age.")
+
+    def num_rows(self) -> int:
+        """Return how many rows the table needs."""
+        return 1 + TIME_PARTS[self.part]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Number(Feature):
     """A number for the dense part of a batch."""
 
@@ -150,6 +177,23 @@ class Number(Feature):
     """Then subtract the training data's mean, and divide by its standard deviation."""
     missing: float = 0.0
     """What a missing number is in the batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Age(Number):
+    """The seconds from a time until another one, as a number."""
+
+    kind = "age"
+
+    until: str
+    """The other time, as an ISO text; without an offset it is in UTC."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            seconds_of(self.until)
+        except ValueError as error:
+            raise ConfigError(f"age: until={self.until!r} is no time: {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +218,7 @@ class Cross(Hash):
         return list(self.of)
 
 
-KINDS: dict[str, type[Feature]] = {kind.kind: kind for kind in (Hash, Vocabulary, Bucketize, Number, Cross)}
+KINDS: dict[str, type[Feature]] = {kind.kind: kind for kind in (Hash, Vocabulary, Bucketize, Number, Time, Age, Cross)}
 
 
 def feature_of(name: str, feature: Any) -> Feature:

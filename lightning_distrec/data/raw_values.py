@@ -5,7 +5,9 @@ finalizer of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
 hashed as their decimals, so that 42 and "42" are one value; booleans as "true" and "false".
 """
 
+import re
 from collections.abc import Sequence
+from datetime import datetime, timedelta, timezone
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +16,17 @@ UNKNOWN = 0
 """The row of values that are missing, or not in a vocabulary."""
 WORD = 8
 BLOCK = 8192
+MAX_TEXT_BYTES = 2**15
+"""A longer text is an error: words of a text are hashed one after the other, in which all other rows wait."""
+NUMBER = re.compile("[-+.0-9A-Za-z]+")
+"""What Arrow reads as a number, of what Python does."""
+DENSE_KINDS = ("number", "age")
+TIME_KINDS = ("time", "age")
+NUMERIC_KINDS = ("number", "age", "time", "bucketize")
+TIME_PARTS = {"hour": 24, "weekday": 7, "day": 31}
+"""Part of a time -> how many values it has."""
+MAX_SECONDS = 2.6e11
+"""Of 8,000 years; a larger number is a time in other units."""
 MASKS = np.array([(1 << 8 * size) - 1 for size in range(WORD + 1)], dtype=np.uint64)
 
 
@@ -144,7 +157,10 @@ def _hash_block(texts: Texts, block: slice, start: np.ndarray) -> np.ndarray:
     words.view(np.uint8)[: len(data)] = data
     starts, lengths = starts - starts[0], ends - starts
     hashes = start ^ lengths.astype(np.uint64)
-    for done in range(0, max(1, int(lengths.max())), WORD):
+    longest = int(lengths.max())
+    if longest > MAX_TEXT_BYTES:
+        raise ValueError(f"a text has {longest} bytes, and the most is {MAX_TEXT_BYTES}")
+    for done in range(0, max(1, longest), WORD):
         # Every text has a first word, an empty one a zero.
         rows: Any = np.flatnonzero(lengths > done) if done else slice(None)
         first, remaining = starts[rows] + done, lengths[rows] - done
@@ -177,6 +193,11 @@ class Encoder:
     def __init__(self, plain: dict[str, Any]) -> None:
         self.plain = plain
         self.features: dict[str, dict[str, Any]] = plain["features"]
+        self.groups: dict[str, list[str]] = {}
+        """The features with ids, by the KeyedJaggedTensor that they are in."""
+        for name, feature in self.features.items():
+            if feature["kind"] not in DENSE_KINDS:
+                self.groups.setdefault(feature["group"] or "ids", []).append(name)
         self._vocabularies = {table: _Vocabulary(values) for table, values in plain["vocabularies"].items()}
 
     def columns(self) -> dict[str, dict[str, Any]]:
@@ -188,28 +209,35 @@ class Encoder:
         return columns
 
     def encode(self, cells: dict[str, Cells]) -> dict[str, Encoded]:
-        """Return the features of columns. Raises ValueError: a value is missing in a feature that requires it."""
-        return {
-            name: self._encode(name, [cells[column] for column in self.features[name]["columns"]])
-            for name in self.features
-        }
+        """Return the features of columns. Raises ValueError with the column: a value does not fit, or is missing."""
+        encoded = {}
+        for name, feature in self.features.items():
+            columns = feature["columns"]
+            try:
+                encoded[name] = self._encode(name, [cells[column] for column in columns])
+            except ValueError as error:
+                raise ValueError(f"column '{columns[0]}': {error}") from None
+        return encoded
 
     def _encode(self, name: str, cells: list[Cells]) -> Encoded:
         feature = self.features[name]
         kind = feature["kind"]
-        if kind == "number":
-            values = self._numbers(name, cells[0].values)
+        lengths = cells[0].lengths
+        if feature["required"] and len(missing := np.flatnonzero(_is_missing(cells[0].values))):
+            row = row_of(missing[0], lengths)
+            raise ValueError(f"a value is missing, the first in row {row}, and '{name}' has required=True")
+        if kind in DENSE_KINDS:
+            values = self._numbers(name, cells[0])
+        elif kind == "time":
+            values = time_part(self._rounded(feature, cells[0].values), feature["part"])
         elif kind == "bucketize":
-            numbers = cells[0].values
+            numbers = self._rounded(feature, cells[0].values)
             buckets = 1 + np.searchsorted(self.plain["boundaries"][name], numbers, side="right")
             values = np.where(np.isnan(numbers), UNKNOWN, buckets)
         else:
             values = self._ids_of_texts(feature, [column.values for column in cells])
-        if kind != "number":
+        if kind not in DENSE_KINDS:
             values = values.astype(np.uint32)
-        if feature["required"] and len(missing := np.flatnonzero(_is_missing(cells[0].values))):
-            raise ValueError(f"a value is missing, the first in place {missing[0]}, and '{name}' has required=True")
-        lengths = cells[0].lengths
         if lengths is None:
             return Encoded(values, None)
         latest = np.minimum(lengths, feature["max_length"])
@@ -217,14 +245,28 @@ class Encoder:
             values = values[places(np.cumsum(lengths) - latest, latest)]
         return Encoded(values, offsets_of(latest))
 
-    def _numbers(self, name: str, numbers: np.ndarray) -> np.ndarray:
-        feature, is_null = self.features[name], np.isnan(numbers)
-        if feature["log"]:
-            numbers = np.log1p(np.maximum(numbers, 0))
+    def _rounded(self, feature: dict[str, Any], numbers: np.ndarray) -> np.ndarray:
+        """Return numbers as a column of the training data's type has them, in float64."""
+        kind = self.plain["rounded"].get(feature["columns"][0], "float64")
+        with np.errstate(over="ignore"):
+            numbers = numbers.astype(kind).astype(np.float64)
+        if feature["kind"] in TIME_KINDS and (np.abs(numbers) > MAX_SECONDS).any():
+            raise ValueError(f"{np.nanmax(np.abs(numbers)):g} is no time: write seconds since 1970, or ISO texts")
+        return numbers
+
+    def _numbers(self, name: str, cells: Cells) -> np.ndarray:
+        feature = self.features[name]
+        numbers = self._rounded(feature, cells.values)
+        is_null = np.isnan(numbers)
+        numbers = transformed(numbers, feature)
         if feature["standardize"]:
             mean, deviation = self.plain["moments"][name]
             numbers = (numbers - mean) / deviation
-        return np.where(is_null, feature["missing"], numbers).astype(np.float32)
+        with np.errstate(over="ignore"):
+            values = numbers.astype(np.float32)
+        check_finite(values, cells.values, is_null, cells.lengths)
+        values[is_null] = feature["missing"]
+        return values
 
     def _ids_of_texts(self, feature: dict[str, Any], columns: list[Texts]) -> np.ndarray:
         if feature["kind"] == "vocabulary":
@@ -241,20 +283,22 @@ class Encoder:
         """Return the arrays of a batch by the names that its tensors have; see `Columns`."""
         arrays: dict[str, np.ndarray] = {}
         dense = []
-        ids = {name: feature for name, feature in encoded.items() if self.features[name]["kind"] != "number"}
-        if self.plain["form"] == "jagged" and ids:
-            lengths = np.ones((len(ids), num_rows), dtype=np.int32)
-            for row, feature in zip(lengths, ids.values(), strict=True):
+        is_jagged = self.plain["form"] == "jagged"
+        for group, names in self.groups.items() if is_jagged else ():
+            features = [encoded[name] for name in names]
+            lengths = np.ones((len(names), num_rows), dtype=np.int32)
+            for row, feature in zip(lengths, features, strict=True):
                 if feature.offsets is not None:
                     row[:] = feature.lengths()
-            arrays["ids.values"] = np.concatenate([feature.values for feature in ids.values()], dtype=np.int64)
-            arrays["ids.lengths"] = lengths.ravel()
+            arrays[f"{group}.values"] = np.concatenate([feature.values for feature in features], dtype=np.int64)
+            arrays[f"{group}.lengths"] = lengths.ravel()
         for name, feature in encoded.items():
-            if feature.offsets is None and name not in ids:
+            is_dense = self.features[name]["kind"] in DENSE_KINDS
+            if feature.offsets is None and is_dense:
                 dense.append(feature.values)
-            elif name not in ids or self.plain["form"] == "padded":
+            elif is_dense or not is_jagged:
                 values = feature.values if feature.offsets is None else self._padded(name, feature)
-                arrays[name] = values.astype(np.int64) if name in ids else values
+                arrays[name] = values if is_dense else values.astype(np.int64)
         if dense:
             arrays["dense"] = np.stack(dense, axis=1) if num_rows else np.zeros((0, len(dense)), np.float32)
         return arrays
@@ -277,27 +321,23 @@ class Encoder:
         cells = {}
         for column, feature in columns.items():
             try:
-                cells[column] = self._cells(column, feature, [row.get(column) for row in rows])
-            except ValueError as error:
+                cells[column] = self._cells(feature, [row.get(column) for row in rows])
+            except (ValueError, OverflowError) as error:
                 raise ValueError(f"column '{column}': {error}") from None
         return self.arrays(self.encode(cells), len(rows))
 
-    def _cells(self, column: str, feature: dict[str, Any], values: list[Any]) -> Cells:
+    def _cells(self, feature: dict[str, Any], values: list[Any]) -> Cells:
         lengths = None
         if feature["max_length"] is not None:
             sequences = [_sequence(value, feature["separator"]) for value in values]
             lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
             values = [item for sequence in sequences for item in sequence]
-        if feature["kind"] not in ("number", "bucketize"):
+        if feature["kind"] not in NUMERIC_KINDS:
             return Cells(pack(values), lengths)
-        for value in values:
-            if value is not None and not isinstance(value, (int, float)):
-                raise ValueError(f"{value!r} is no number")
-        numbers = np.array([np.nan if value is None else value for value in values], dtype=np.float64)
-        # A column of 32 bits has rounded them before training.
-        return Cells(
-            numbers.astype(np.float32).astype(np.float64) if column in self.plain["rounded"] else numbers, lengths
-        )
+        if feature["kind"] in TIME_KINDS:
+            values = [seconds_of(value) if isinstance(value, str) else value for value in values]
+        numbers = [_number(value, is_text=feature["separator"] is not None) for value in values]
+        return Cells(np.array(numbers, dtype=np.float64), lengths)
 
 
 class _Vocabulary:
@@ -322,6 +362,58 @@ def _by_value(texts: Texts, results: np.ndarray) -> np.ndarray:
         results = np.where(texts.is_null, results.dtype.type(UNKNOWN), results)
     # The last one is what the code -1 leads to.
     return results if texts.codes is None else np.append(results, results.dtype.type(UNKNOWN))[texts.codes]
+
+
+def row_of(place: int, lengths: np.ndarray | None) -> int:
+    """Return the row that a value is in."""
+    return int(place if lengths is None else np.searchsorted(np.cumsum(lengths), place, side="right"))
+
+
+def check_finite(
+    values: np.ndarray, numbers: np.ndarray, is_null: np.ndarray, lengths: np.ndarray | None = None
+) -> None:
+    """Raise ValueError with the row where a value is not finite. numbers: what values were made of."""
+    places = np.flatnonzero(~np.isfinite(values) & ~is_null)
+    if len(places):
+        number, row = numbers[places[0]], row_of(places[0], lengths)
+        raise ValueError(f"{number:g} in row {row} is no finite number in 32 bits; write it as missing, or bound it")
+
+
+def transformed(numbers: np.ndarray, feature: dict[str, Any]) -> np.ndarray:
+    """Return numbers as they are fitted: an age of a time, a logarithm."""
+    if feature["kind"] == "age":
+        numbers = seconds_of(feature["until"]) - numbers
+    return np.log1p(np.maximum(numbers, 0)) if feature.get("log") else numbers
+
+
+def seconds_of(text: str) -> float:
+    """Return seconds since 1970 of a number as a text, or of an ISO text, without an offset in UTC."""
+    try:
+        return float(text)
+    except ValueError:
+        time = datetime.fromisoformat(text.replace("Z", "+00:00"))
+    if time.tzinfo is None:
+        time = time.replace(tzinfo=timezone.utc)
+    return (time - datetime(1970, 1, 1, tzinfo=timezone.utc)) / timedelta(seconds=1)
+
+
+def time_part(seconds: np.ndarray, part: str) -> np.ndarray:
+    """Return a part of times in UTC as ids from 1 on; of missing ones, 0."""
+    is_null = np.isnan(seconds)
+    hours = np.where(is_null, 0, seconds // 3600).astype(np.int64)
+    days = hours // 24
+    dates = days.astype("datetime64[D]")
+    # The first day of 1970 was a Thursday.
+    parts = {"hour": hours % 24, "weekday": (days + 3) % 7, "day": dates - dates.astype("datetime64[M]")}
+    return np.where(is_null, UNKNOWN, 1 + parts[part].astype(np.int64))
+
+
+def _number(value: Any, *, is_text: bool) -> float:
+    if is_text and isinstance(value, str) and NUMBER.fullmatch(value):
+        return float(value)
+    if value is not None and not isinstance(value, (int, float)):
+        raise ValueError(f"{value!r} is no number")
+    return np.nan if value is None else float(value)
 
 
 def _is_missing(values: Any) -> np.ndarray:

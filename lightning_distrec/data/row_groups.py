@@ -15,12 +15,15 @@ from typing import NamedTuple, Protocol
 import pyarrow as pa
 from pyarrow import csv, fs, parquet
 
+from lightning_distrec.data.arrow_columns import errors_at
 from lightning_distrec.errors import DataError, require
 
 SUFFIXES = (".parquet", ".csv", ".tsv", ".txt", ".gz")
 ROWS_PER_GROUP = 65_536
 CSV_BLOCK_BYTES = 2**24
 """Of text, which become a row group."""
+FORMAT = 2
+"""Of what is kept in cache_dir; other formats are made again."""
 
 
 class RowGroup(NamedTuple):
@@ -30,13 +33,20 @@ class RowGroup(NamedTuple):
     number: int
     first: int
     num_rows: int
+    version: str | None = None
+    """Of the file when its rows were counted; None: nobody else writes it."""
+
+    def place(self) -> str:
+        """Return where these rows are, as errors begin."""
+        offset = f" from row {self.first}" if self.first else ""
+        return f"{self.file}, row group {self.number}{offset}, "
 
 
 class Reader(Protocol):
     """Reads row groups; workers receive a pickled copy."""
 
     def read(self, group: RowGroup, columns: Sequence[str]) -> pa.Table:
-        """Return the columns of a row group. Raises DataError with file, row group and column."""
+        """Return the columns of a row group. Raises DataError with the column, or OSError."""
 
 
 class TableReader:
@@ -63,17 +73,18 @@ class ParquetReader:
         self.types = types
 
     def read(self, group: RowGroup, columns: Sequence[str]) -> pa.Table:
-        """Return the columns of a row group. Raises DataError with file, row group and column."""
+        """Return the columns of a row group. Raises DataError: the file has changed, or a column cannot be read."""
         try:
-            return self._read(group, columns)
-        except (OSError, pa.ArrowException) as error:
-            place = f"{group.file}, row group {group.number}"
+            table = self._read(group, columns)
+        except (OSError, IndexError, pa.ArrowException):
+            _check_version(group)
             for column in columns:
-                try:
+                with errors_at(f"column '{column}': "):
                     self._read(group, [column])
-                except (OSError, pa.ArrowException) as reason:
-                    raise DataError(f"{place}, column '{column}': {_first_line(reason)}") from reason
-            raise DataError(f"{place}: {_first_line(error)}") from error
+            raise
+        # After reading: the file may change meanwhile.
+        _check_version(group)
+        return table
 
     def _read(self, group: RowGroup, columns: Sequence[str]) -> pa.Table:
         # Texts as dictionaries, as most files have them: each different one is hashed once.
@@ -86,14 +97,32 @@ class ParquetReader:
         return table.slice(group.first, group.num_rows)
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _check_version(group: RowGroup) -> None:
+    if group.version is None:
+        return
+    version = _version_of(group.file)
+    if version != group.version:
+        raise DataError(
+            f"the file has changed since its rows were counted: then {group.version}, now {version}. Start again, and "
+            "write new files under new names while a run reads."
+        )
+
+
+def _version_of(file: str) -> str:
+    store, path = _store(file, os.getpid())
+    info = store.get_file_info([path])[0]
+    return f"{info.size} bytes at {info.mtime_ns} ns" if info.is_file else "no file"
+
+
+@lru_cache(maxsize=4)
+def _store(file: str, process: int) -> tuple[fs.FileSystem, str]:
+    return store_of(file)
 
 
 @lru_cache(maxsize=4)
 def _opened(file: str, process: int, texts: tuple[str, ...] = ()) -> parquet.ParquetFile:
     # By process: connections of a store do not survive a fork.
-    store, path = store_of(file)
+    store, path = _store(file, process)
     return parquet.ParquetFile(store.open_input_file(path), pre_buffer="://" in file, read_dictionary=list(texts))
 
 
@@ -120,10 +149,8 @@ def find_files(paths: Iterable[str]) -> list[tuple[str, int, str]]:
     files: list[tuple[str, int, str]] = []
     _opened.cache_clear()  # of files that were replaced since
     for path in paths:
-        try:
+        with errors_at(f"{path}: "):
             infos = _infos(path)
-        except OSError as error:
-            raise DataError(f"{path}: {_first_line(error)}") from error
         if not infos:
             raise DataError(f"{path}: there is no such file. Name files, globs or folders of {', '.join(SUFFIXES)}.")
         is_remote = "://" in path and not path.startswith("file://")
@@ -157,14 +184,17 @@ def _matches(path: str, pattern: str) -> bool:
     return fnmatch(path, pattern) and ("**" in pattern or path.count("/") == pattern.count("/"))
 
 
-def parquet_schema(file: str) -> tuple[pa.Schema, list[RowGroup]]:
-    """Return the columns of a file and its row groups. Raises DataError: it cannot be read."""
-    try:
+def parquet_schema(file: str, *, is_ours: bool = False) -> tuple[pa.Schema, list[RowGroup]]:
+    """Return the columns of a file and its row groups. is_ours: `as_parquet` has written it.
+
+    Raises DataError: it cannot be read.
+    """
+    with errors_at(f"{file}: "):
+        version = None if is_ours else _version_of(file)
         opened = _opened(file, os.getpid())
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{file}: {_first_line(error)}") from error
     counts = [opened.metadata.row_group(number).num_rows for number in range(opened.metadata.num_row_groups)]
-    return opened.schema_arrow, [RowGroup(file, number, 0, count) for number, count in enumerate(counts) if count]
+    groups = [RowGroup(file, number, 0, count, version) for number, count in enumerate(counts) if count]
+    return opened.schema_arrow, groups
 
 
 def as_parquet(
@@ -174,7 +204,7 @@ def as_parquet(
 
     Raises DataError with the file, and with the column and the row where a value does not fit.
     """
-    facts = [*file, names, delimiter, {name: str(kind) for name, kind in types.items()}]
+    facts = [FORMAT, *file, names, delimiter, {name: str(kind) for name, kind in types.items()}]
     target = folder / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}.parquet"
     if target.exists():
         return str(target)
@@ -184,18 +214,20 @@ def as_parquet(
         column_types=types, include_columns=list(types), strings_can_be_null=True, null_values=[""]
     )
     read = csv.ReadOptions(column_names=names, block_size=CSV_BLOCK_BYTES)
-    parse = csv.ParseOptions(delimiter=delimiter)
-    try:
-        with tempfile.TemporaryDirectory(dir=folder) as scratch, store.open_input_stream(path) as stream:
-            unfinished = Path(scratch, target.name)
-            with (
-                csv.open_csv(stream, read, parse, options) as batches,
-                parquet.ParquetWriter(unfinished, batches.schema) as writer,
-            ):
-                for batch in batches:
-                    writer.write_batch(batch)
-            # In one step: another node that shares the disk may write the same file.
-            os.replace(unfinished, target)
-    except (OSError, KeyError, pa.ArrowException) as error:
-        raise DataError(f"{file[0]}: {_first_line(error)}") from error
+    # Else a block of text ends at any line break, in quotes, too, and a row becomes two.
+    parse = csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+    with (
+        errors_at(f"{file[0]}: "),
+        tempfile.TemporaryDirectory(dir=folder) as scratch,
+        store.open_input_stream(path) as stream,
+    ):
+        unfinished = Path(scratch, target.name)
+        with (
+            csv.open_csv(stream, read, parse, options) as batches,
+            parquet.ParquetWriter(unfinished, batches.schema) as writer,
+        ):
+            for batch in batches:
+                writer.write_batch(batch)
+        # In one step: another node that shares the disk may write the same file.
+        os.replace(unfinished, target)
     return str(target)

@@ -197,6 +197,11 @@ class RowLoader(DataLoader[Any]):
             **{"first_batch": 0, "spans": shares.spans},
         }
 
+    def row_indices(self, batch: int) -> list[int]:
+        """Return the rows of this rank's batch in a loader without shuffling, of all rows of its source."""
+        sampler: Any = self.sampler
+        return [row for span in sampler.full.batch(sampler.rank, batch) for row in range(*span)]
+
     def state_dict(self) -> dict[str, Any]:
         return self.state or self._beginning()
 

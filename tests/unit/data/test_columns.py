@@ -1,6 +1,7 @@
 """Raw values become the same ids and numbers by Arrow, by lists, and after a trip through JSON."""
 
 import json
+from datetime import datetime, timezone
 
 import numpy as np
 import pandas as pd
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_distrec.data import Bucketize, Columns, Cross, Hash, Number, Vocabulary
+from lightning_distrec.data import Age, Bucketize, Columns, Cross, Hash, Number, Time, Vocabulary
 from lightning_distrec.data.arrow_columns import texts_of
 from lightning_distrec.data.features import feature_of
 from lightning_distrec.data.raw_values import Encoder, hash_texts, mix, pack, rows_of
@@ -226,6 +227,8 @@ def test_fits_over_many_tables_are_those_of_one() -> None:
         ({"kind": "number", "separator": ","}, "separator=','"),
         ({"kind": "cross", "of": ["a"], "rows": 9}, "name two or more"),
         ("hash", "write a dict such as"),
+        ({"kind": "time", "part": "year"}, "'a': time: part='year': use one of hour, weekday, day, or the kind age"),
+        ({"kind": "age", "until": "now"}, "'a': age: until='now' is no time: Invalid isoformat"),
     ],
 )
 def test_an_impossible_feature_is_refused_by_name(feature: object, message: str) -> None:
@@ -256,7 +259,14 @@ def test_features_that_cannot_be_together_are_refused() -> None:
         ({"a": Number(max_length=2)}, {"a": [1]}, "max_length is for lists"),
         ({"a": Hash(rows=9, max_length=2, separator=" ")}, {"a": [1]}, "max_length is for lists"),
         ({"a": Hash(rows=9, required=True)}, {"a": ["x", None]}, "'a' has required=True"),
-        ({"a": Number(required=True)}, {"a": [1.0, None]}, "a value is missing, the first in place 1"),
+        ({"a": Number(required=True)}, {"a": [1.0, None]}, "column 'a': a value is missing, the first in row 1"),
+        ({"a": Vocabulary(rows=9, max_length=2)}, {"a": [[["x"]]]}, "lists of lists; write one list for each row"),
+        ({"a": Number(standardize=True)}, {"a": [2**53 + 1]}, r"'a': .*; use hash .* for ids, or write numbers as fl"),
+        ({"a": Number(max_length=2)}, {"a": [[1.0, 2.0], [float("inf")]]}, "'a': inf in row 1 is no finite number in"),
+        ({"a": Number(standardize=True)}, {"a": [1.0, 1e300]}, r"'a': 1e\+300 in row 1 is no finite number in 32 bits"),
+        ({"a": Bucketize(quantiles=2)}, {"a": [1.0, float("-inf")]}, "'a': -inf in row 1 is no finite number"),
+        ({"a": Hash(rows=9)}, {"a": ["x" * 40_000]}, "'a': a text has 40000 bytes, and the most is 32768"),
+        ({"a": Vocabulary(rows=9)}, {"a": ["x" * 40_000]}, "vocabulary: a text has 40000 bytes"),
     ],
 )
 def test_data_that_does_not_fit_is_refused_by_column(features: dict, table: dict, message: str) -> None:
@@ -268,5 +278,125 @@ def test_a_missing_label_is_an_error_and_labels_may_be_several() -> None:
     columns = Columns({"a": Number()}, ["x", "y"]).fit([pa.table({"a": [1.0, 2.0], "x": [0, 1], "y": [1, 1]})])
     assert columns({"a": [1.0], "x": [0], "y": [1]})["label"].tolist() == [[0, 1]]
     assert "label" not in columns({"a": [1.0]})
-    with pytest.raises(DataError, match="column 'y': a label is missing, the first in place 0"):
-        columns({"a": [1.0], "x": [0], "y": [None]})
+    for label in (None, float("inf")):
+        with pytest.raises(DataError, match="column 'y': a label is missing, or not finite in 32 bits, .* in row 0"):
+            columns({"a": [1.0], "x": [0], "y": [label]})
+
+
+def test_two_columns_of_one_name_are_refused() -> None:
+    table = pa.table([pa.array([1.0]), pa.array([2.0])], names=["a", "a"])
+    with pytest.raises(DataError, match="several columns have the name 'a'. Rename all but one"):
+        Columns({"a": Number()}).fit([table])
+
+
+@pytest.mark.parametrize("kind", [pa.float16(), pa.float32(), pa.float64()])
+@pytest.mark.parametrize("form", ["jagged", "padded"])
+def test_numbers_of_each_type_are_in_serving_what_they_are_in_training(kind: pa.DataType, form: str) -> None:
+    values = [1 / 3, 0.1, None, -1e-8, 60_001.0]
+    features = {
+        "number": Number(column="x", log=True, standardize=True),
+        "bucket": Bucketize(column="x", boundaries=(0.0, 0.1, 1 / 3)),
+    }
+    table = pa.table({"x": pa.array(values).cast(kind, safe=False)})
+    columns = Columns(features, form=form).fit([table])  # type: ignore[arg-type]
+    encoder = Encoder(json.loads(json.dumps(columns.to_plain())))
+    served = encoder.arrays_of_rows([{"x": value} for value in values])
+    trained = columns.tensors(columns.encode(table), 5)
+    # A file of another type, such as that of validation, has the numbers that the training data would have.
+    other = columns.tensors(columns.encode(pa.table({"x": values})), 5)
+    for name, tensor in trained.items():
+        assert np.array_equal(tensor.numpy(), served[name]), name
+        assert np.array_equal(other[name].numpy(), served[name]), name
+
+
+def test_texts_of_numbers_are_in_serving_what_they_are_in_training() -> None:
+    features = {
+        "number": Number(column="x", max_length=3, separator="|"),
+        "bucket": Bucketize(column="x", boundaries=(0.15, 1.0), max_length=3, separator="|"),
+    }
+    texts = [None, "", "1|2.5", "0.1|+.3|1e-3|7.", "-0|nan"]
+    columns = Columns(features).fit([pa.table({"x": texts})])
+    trained = columns.tensors(columns.encode(pa.table({"x": texts})), 5)
+    served = columns.encoder.arrays_of_rows([{"x": text} for text in texts])
+    assert all(np.array_equal(tensor.numpy(), served[name]) for name, tensor in trained.items())
+    for text in ("1||2", "1| 2", "1_0", "x"):
+        with pytest.raises(ValueError, match="column 'x': ('.*' is no number|could not convert string to float)"):
+            columns.encoder.arrays_of_rows([{"x": text}])
+        with pytest.raises(DataError, match="column 'x': Failed to parse string"):
+            columns({"x": [text]})
+    with pytest.raises(ValueError, match="column 'x': int too large to convert to float"):
+        columns.encoder.arrays_of_rows([{"x": [10**400]}])
+
+
+def test_times_of_all_types_are_in_serving_what_they_are_in_training() -> None:
+    features = {
+        "hour": Time(column="at", part="hour"),
+        "weekday": Time(column="at", part="weekday"),
+        "day": Time(column="at", part="day"),
+        "age": Age(column="at", until="2024-03-01T12:00:00+02:00", log=True, standardize=True, missing=-1.0),
+    }
+    moments = [
+        datetime(2024, 2, 29, 23, 59, 59, 999_999, tzinfo=timezone.utc),
+        datetime(1969, 12, 31, 1, 30, tzinfo=timezone.utc),
+        None,
+        datetime(2021, 6, 6, tzinfo=timezone.utc),
+    ]
+    seconds = [moment and moment.timestamp() for moment in moments]
+    texts = [moment and moment.isoformat() for moment in moments]
+    dates = [moment and moment.date() for moment in moments]
+    expected = {
+        "hour": [moment.hour + 1 if moment else 0 for moment in moments],
+        "weekday": [moment.weekday() + 1 if moment else 0 for moment in moments],
+        "day": [moment.day if moment else 0 for moment in moments],
+    }
+    zoned = pa.array(moments, pa.timestamp("ns", tz="Europe/Rome"))
+    for values, raw in (
+        (zoned, texts),
+        (pa.array(moments, pa.timestamp("us", tz="UTC")), seconds),
+        (pa.array(texts), texts),
+        (pa.array(texts).dictionary_encode(), seconds),
+        (pa.array(seconds), texts),
+        (pa.array(dates), [day and day.isoformat() for day in dates]),
+        (
+            pa.array([text and text.replace("+00:00", "") for text in texts]),
+            [t and t.replace("+00:00", "Z") for t in texts],
+        ),
+    ):
+        table = pa.table({"at": values})
+        columns = Columns(features, form="padded").fit([table])
+        trained = columns.tensors(columns.encode(table), 4)
+        served = Encoder(json.loads(json.dumps(columns.to_plain()))).arrays_of_rows([{"at": value} for value in raw])
+        assert all(np.array_equal(tensor.numpy(), served[name]) for name, tensor in trained.items()), values.type
+        if not pa.types.is_date(values.type):
+            assert {name: trained[name].tolist() for name in expected} == expected
+    assert [columns.tables[name].rows for name in expected] == [25, 8, 32]
+    with pytest.raises(DataError, match=r"'at': 1.7e\+12 is no time: write seconds since 1970, or ISO texts"):
+        columns({"at": [1.7e12]})
+    with pytest.raises(ValueError, match="column 'at': Invalid isoformat string: 'yesterday'"):
+        columns.encoder.arrays_of_rows([{"at": "yesterday"}])
+
+
+def test_each_group_of_features_is_a_jagged_tensor_of_its_own() -> None:
+    groups = {"user": "people", "friends": "people", "tags": "things", "visits": None}
+    grouped = {
+        name: feature | ({"group": groups[name]} if groups.get(name) else {}) for name, feature in FEATURES.items()
+    }
+    columns, plain = Columns(grouped, "clicked").fit([pa.table(ROWS)]), Columns(FEATURES).fit([pa.table(ROWS)])
+    batch, expected = columns(ROWS), plain(ROWS)["ids"].to_dict()
+    assert batch["people"].keys() == ["user", "friends"]
+    assert batch["things"].keys() == ["tags"]
+    assert batch["ids"].keys() == ["city", "age", "price_range", "user_in_city"]
+    for group in ("people", "things", "ids"):
+        for name, jagged in batch[group].to_dict().items():
+            assert torch.equal(jagged.values(), expected[name].values())
+            assert torch.equal(jagged.lengths(), expected[name].lengths())
+    rows = [{name: values[number] for name, values in ROWS.items() if name != "clicked"} for number in range(5)]
+    served = Encoder(json.loads(json.dumps(columns.to_plain()))).arrays_of_rows(rows)
+    assert np.array_equal(served["people.values"], batch["people"].values())
+    assert np.array_equal(served["things.lengths"], batch["things"].lengths())
+    for features, form in (
+        ({"a": Hash(rows=9, group="b"), "b": Number()}, "jagged"),
+        ({"a": Hash(rows=9, group="g")}, "padded"),
+    ):
+        with pytest.raises(ConfigError, match="group=.*: groups are KeyedJaggedTensors of form='jagged'"):
+            Columns(features, form=form)  # type: ignore[arg-type]

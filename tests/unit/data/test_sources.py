@@ -1,5 +1,6 @@
 """Files, folders, text, stores and tables give the same rows; what is wrong is an error that says where."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -191,6 +192,60 @@ def test_a_bad_file_is_named_before_training_by_every_rank(
             ColumnData(str(tmp_path / "in"), FEATURES, "y", cache_dir=str(tmp_path)).setup()
 
 
+def write_unnoticed(file: Path, content: bytes) -> None:
+    """Write content of the same size, as if it were damaged on its way."""
+    before = file.stat()
+    file.write_bytes(content)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_a_file_that_changes_after_its_rows_were_counted_is_an_error(frame: pd.DataFrame, tmp_path: Path) -> None:
+    for number in range(4):
+        frame.to_parquet(tmp_path / f"{number}.parquet")
+    for change in (frame.head(90), pd.concat([frame, frame]), None):
+        data = data_of(str(tmp_path / "?.parquet"), tmp_path / "cache", buffer_rows=500)
+        file = tmp_path / "2.parquet"
+        file.unlink()
+        if change is not None:
+            change.to_parquet(file)
+        with pytest.raises(
+            DataError, match=r"2\.parquet, row group 0, the file has changed since its rows were counted"
+        ):
+            list(data.train_dataloader())
+        frame.to_parquet(file)
+    # Text is converted once: later changes are those of the next run.
+    frame.to_csv(tmp_path / "rows.csv", index=False)
+    data = data_of(str(tmp_path / "rows.csv"), tmp_path / "cache")
+    frame.head(9).to_csv(tmp_path / "rows.csv", index=False)
+    assert sum(len(batch["label"]) for batch in data.train_dataloader()) == 500
+
+
+def test_a_number_that_cannot_be_fitted_is_named_by_file_row_group_row_and_column(
+    frame: pd.DataFrame, tmp_path: Path
+) -> None:
+    frame.loc[307, "price"] = np.inf
+    parquet.write_table(pa.Table.from_pandas(frame), tmp_path / "rows.parquet", row_group_size=100)
+    with pytest.raises(
+        DataError, match=r"rows\.parquet, row group 3, column 'price': inf in row 7 is no finite number"
+    ):
+        data_of(str(tmp_path / "rows.parquet"), tmp_path)
+
+
+def test_line_breaks_in_quotes_cut_no_row_in_any_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_distrec.data.row_groups.CSV_BLOCK_BYTES", 4096)
+    users = [f"u{number}" for number in range(900)]
+    lines = "".join(f'{user},"good\nreally, nice {user}",1\n' for user in users)
+    for shift in range(12):
+        file = tmp_path / f"{shift}.csv"
+        file.write_text(f"user,review,y\n{'x' * shift},u,1\n{lines}")
+        features = {"user": Vocabulary(rows=1000), "review": Vocabulary(rows=1000)}
+        data = ColumnData(str(file), features, "y", cache_dir=str(tmp_path / "cache"))
+        data.prepare_data()
+        data.setup()
+        assert sum(group.num_rows for group in data.groups["train"]) == 901
+        assert set(users) <= set(data.columns.to_plain()["vocabularies"]["user"])
+
+
 def test_bad_bytes_and_values_are_named_by_file_row_group_and_column(frame: pd.DataFrame, tmp_path: Path) -> None:
     file = tmp_path / "rows.parquet"
     parquet.write_table(
@@ -200,7 +255,7 @@ def test_bad_bytes_and_values_are_named_by_file_row_group_and_column(frame: pd.D
     column = parquet.ParquetFile(file).metadata.row_group(2).column(0)
     content = bytearray(file.read_bytes())
     content[column.data_page_offset : column.data_page_offset + 60] = bytes(60)
-    file.write_bytes(content)
+    write_unnoticed(file, bytes(content))
     with pytest.raises(DataError, match=r"rows\.parquet, row group 2, column 'user': "):
         list(data._loader("train"))
     required = {**FEATURES, "city": Vocabulary(rows=5, required=True)}
@@ -240,3 +295,22 @@ def test_without_pyarrow_the_room_names_what_to_install() -> None:
     code = "import importlib.util as u; u.find_spec = lambda name: None\nimport lightning_distrec.data"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment())
     assert "lightning_distrec.data needs the package pyarrow" in done.stderr
+
+
+def test_kept_columns_are_those_of_text_and_tables_too(tmp_path: Path) -> None:
+    table = pa.table({"row": [1.0, 2.0], "note": ["a", None]})
+    (tmp_path / "rows.csv").write_text("row,note\n1,a\n2,\n")
+    for source in (table, str(tmp_path / "rows.csv")):
+        features = {"row": Number()}
+        data = ColumnData(predict=source, features=features, keep=["note"], cache_dir=str(tmp_path / "cache"))
+        data.prepare_data()
+        data.setup("predict")
+        assert data.predict_dataloader().dataset.kept_columns().to_pydict() == {"note": ["a", None]}
+        data = ColumnData(predict=source, features=features, keep=["other"], cache_dir=str(tmp_path))
+        data.prepare_data()
+        with pytest.raises(
+            DataError, match="there is no column 'other'|Column 'other' in include_columns does not exist"
+        ):
+            data.setup()
+    with pytest.raises(ConfigError, match="keep=.*: its columns are those of predict"):
+        ColumnData(table, features, keep=["note"])
