@@ -102,5 +102,5 @@ def text_table(headings: Iterable[str], text_headings: Collection[str], **option
 
     table = Table(title_justify="left", caption_justify="left", **options)
     for heading in headings:
-        table.add_column(heading, justify="left" if heading in text_headings else "right")
+        table.add_column(heading, justify="left" if heading in text_headings else "right", overflow="fold")
     return table

@@ -16,7 +16,7 @@ from lightning_distrec.units import text_table
 
 WAIT_SECONDS = 60.0
 """How long rank 0 waits at the end of a fit for reports that are not there yet."""
-MAX_COLUMNS = 8
+MAX_FEATURES = 8
 
 
 class DataReport(Callback):
@@ -99,14 +99,19 @@ class DataReport(Callback):
 
 
 def _table(rows: list[dict[str, Any]], num_batches: int) -> Table:
-    features = list(dict.fromkeys(name for row in rows for name in row["ids"]))
-    left_out = f"{len(features) - MAX_COLUMNS} more features are logged" if len(features) > MAX_COLUMNS else None
+    """Return a line for each rank and feature: names of features may be longer than columns can be wide."""
     title = f"Read in the first {num_batches} batches" if num_batches > 1 else "Read in the first batch"
-    headings = ("rank", "device", "batch size", "samples", *features[:MAX_COLUMNS])
-    table = text_table(headings, ["device"], title=title, caption=left_out)
+    headings = ("rank", "device", "batch size", "samples", "feature", "ids")
+    table = text_table(headings, ["device", "feature"], title=title)
     for row in rows:
-        ranges = [row["ids"].get(name) for name in features[:MAX_COLUMNS]]
-        texts = ["" if ids is None else f"{ids[0]:,} to {ids[1]:,}" for ids in ranges]
-        samples = ["unknown" if row[name] is None else f"{row[name]:,}" for name in ("batch_size", "samples")]
-        table.add_row(str(row["rank"]), row["device"], *samples, *texts)
+        counts = ["unknown" if row[name] is None else f"{row[name]:,}" for name in ("batch_size", "samples")]
+        cells = [str(row["rank"]), row["device"], *counts]
+        for name, (low, high) in list(row["ids"].items())[:MAX_FEATURES]:
+            table.add_row(*cells, name, f"{low:,} to {high:,}")
+            cells = [""] * len(cells)
+        if cells[0]:
+            table.add_row(*cells)
+    num_others = max(len(row["ids"]) for row in rows) - MAX_FEATURES
+    if num_others > 0:
+        table.caption = f"{num_others} more features are logged"
     return table
