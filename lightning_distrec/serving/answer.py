@@ -46,6 +46,7 @@ class Server:
             importlib.import_module(package)
         self.tables = load_file(folder / "tables.safetensors")
         self.program = torch.export.load(folder / "program.pt2").module()
+        add_id_checks(self.program)
         self.encoder: Any = None
         """From raw values to inputs, where the module was trained on columns."""
         if (folder / "columns.json").exists():
@@ -67,14 +68,12 @@ class Server:
         try:
             with torch.no_grad():
                 return self.program(self.tables, order)
-        except AssertionError as error:  # torch.export's guards on sizes
-            raise ValueError(f"the inputs do not fit each other: {str(error).splitlines()[0]}") from error
-        except (IndexError, RuntimeError) as error:
-            if "out of range" not in str(error) and "not in the valid range" not in str(error):
-                raise
+        except IdError as error:
             integers = {name: ids for name, ids in order.items() if not ids.is_floating_point() and ids.numel()}
             ids = ", ".join(f"{int(ids.min())} to {int(ids.max())} in '{name}'" for name, ids in integers.items())
-            raise ValueError(f"an id has no row in its table; there are {ids}") from error
+            raise ValueError(f"{error}; there are {ids}") from error
+        except (AssertionError, RuntimeError) as error:  # torch.export's guards on sizes, and operators' own
+            raise ValueError(f"the inputs do not fit each other: {str(error).splitlines()[0]}") from error
 
     def _check_input(self, name: str, tensor: torch.Tensor, inputs: dict[str, torch.Tensor]) -> None:
         """Raise ValueError where an input has another type or shape, or lengths do not divide their values."""
@@ -87,22 +86,27 @@ class Server:
         if len(sizes) != tensor.dim() or not all(matches):
             shape = " x ".join("any" if size is None else str(size) for size in sizes) or "one number"
             raise ValueError(f"'{name}' must have the shape {shape}, not {' x '.join(map(str, tensor.shape))}")
-        if (values := about.get("lengths_of")) in inputs:
+        values = about.get("lengths_of")
+        if values in inputs:
             if tensor.numel() and int(tensor.min()) < 0:
                 raise ValueError(f"'{name}' has the length {int(tensor.min())}")
-            if int(tensor.sum()) != len(inputs[values]):
-                raise ValueError(f"'{name}' sum up to {int(tensor.sum())}, and '{values}' has {len(inputs[values])}")
+            total = int(tensor.sum(dtype=torch.float64))  # integers of 64 bits would wrap around
+            if total != len(inputs[values]):
+                raise ValueError(f"'{name}' sum up to {total}, and '{values}' has {len(inputs[values])}")
 
     def _check_sizes(self, inputs: dict[str, torch.Tensor]) -> None:
-        """Raise ValueError where inputs that have one row for each example have unequal numbers of rows."""
-        sizes: dict[str, dict[str, int]] = {}
+        """Raise ValueError where inputs that grow with the number of examples are of unequal numbers of them."""
+        shares: dict[str, dict[str, float]] = {}
         for name, tensor in inputs.items():
-            if rows := self.about["inputs"][name].get("rows"):
-                sizes.setdefault(str(rows), {})[name] = len(tensor)
-        for lengths in sizes.values():
-            if len(set(lengths.values())) > 1:
-                listed = ", ".join(f"{length} in '{name}'" for name, length in lengths.items())
-                raise ValueError(f"inputs must have as many rows as each other, and there are {listed}")
+            rows = self.about["inputs"][name].get("rows")
+            if rows and all(rows):
+                # Of two batches: inputs whose rows grew alike have a fixed number for each example.
+                growth = rows if rows[0] == rows[1] else rows[0] / rows[1]
+                shares.setdefault(str(growth), {})[name] = len(tensor) / rows[0]
+        for group in shares.values():
+            if len(set(group.values())) > 1:
+                listed = ", ".join(f"{len(inputs[name])} in '{name}'" for name in group)
+                raise ValueError(f"inputs must have rows for as many examples as each other, and there are {listed}")
 
     def inputs_of_rows(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """Return the inputs of raw rows. Raises ValueError: a column is unknown, or a value of another type."""
@@ -132,7 +136,7 @@ class Server:
                     raise ValueError(f"'{name}' must be lists of {dtype}, and has {leaf!r}")
             try:
                 tensor = torch.tensor(values, dtype=getattr(torch, dtype))
-            except (TypeError, ValueError, RuntimeError) as error:
+            except (OverflowError, TypeError, ValueError, RuntimeError) as error:
                 raise ValueError(f"'{name}' must be lists of {dtype} in equal lengths: {error}") from error
             # Lists without examples do not show their inner sizes; these come from the export.
             inputs[name] = tensor if tensor.numel() or None in shape[1:] else tensor.reshape(0, *shape[1:])
@@ -143,6 +147,29 @@ MAX_REQUEST_BYTES = 2**26
 
 KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "uint": (int,), "bool": (bool,)}
 """Names of torch's types without bits -> types of JSON for them; others take all numbers."""
+
+LOOKUPS = {"aten.embedding": 1, "aten.embedding_bag": 1, "aten.index_select": 2}
+"""Operators that read rows of a table -> which argument the ids are."""
+
+
+class IdError(ValueError):
+    """An id has no row in its table."""
+
+
+def check_ids(ids: torch.Tensor, table: torch.Tensor) -> None:
+    """Raise IdError where an id has no row."""
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(table):
+        raise IdError(f"an id has no row in its table of {len(table)} rows")
+
+
+def add_id_checks(program: Any) -> None:
+    """Check ids before a program's lookups: operators differ in what they say, and in what they read."""
+    for node in list(program.graph.nodes):
+        position = LOOKUPS.get(str(node.target).rpartition(".")[0])
+        if position is not None and node.args[0].op == "placeholder":
+            with program.graph.inserting_before(node):
+                program.graph.call_function(check_ids, (node.args[position], node.args[0]))
+    program.recompile()
 
 
 def plain_leaves(value: Any) -> Any:
@@ -164,9 +191,11 @@ def file_crc32(path: Path) -> int:
 
 
 def plain(value: Any) -> Any:
-    """Return nested tensors as nested lists."""
+    """Return nested tensors as nested lists, with None for what is no finite number: JSON has no such numbers."""
     if isinstance(value, torch.Tensor):
-        return value.tolist()
+        if value.isfinite().all():
+            return value.tolist()
+        value = list(value) if value.dim() else None
     if isinstance(value, dict):
         return {name: plain(item) for name, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
@@ -192,12 +221,27 @@ def check(server: Server, folder: Path = FOLDER) -> float:
     return largest
 
 
+class HTTPServer(ThreadingHTTPServer):
+    """A thread for each connection; as many connections wait for theirs as clients are likely to open at once."""
+
+    request_queue_size = 1024
+
+
 def http_server(server: Server, port: int) -> ThreadingHTTPServer:
     """Return a server of this machine's own port, for requests by POST; what does not fit is answered with 400."""
     turn = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
         timeout = 60  # seconds without a byte, after which a connection ends
+        error_content_type = "application/json"
+        error_message_format = '{"error": "%(explain)s"}'
+
+        def do_GET(self) -> None:  # noqa: N802  http.server's name
+            """Answer /health, while a request is computed, too."""
+            if self.path == "/health":
+                self.send_json(200, {"status": "ok", "of": server.about["of"]})
+            else:
+                self.send_json(404, {"error": "send requests by POST, or GET /health"})
 
         def do_POST(self) -> None:  # noqa: N802  http.server's name
             try:
@@ -209,6 +253,11 @@ def http_server(server: Server, port: int) -> ThreadingHTTPServer:
                     status, answer = 200, server.answer_plain(request)
             except (ValueError, RecursionError) as error:
                 status, answer = 400, {"error": str(error)}
+            except Exception as error:
+                status, answer = 500, {"error": f"{type(error).__name__}: {error}"}
+            self.send_json(status, answer)
+
+        def send_json(self, status: int, answer: Any) -> None:
             content = json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
@@ -219,7 +268,7 @@ def http_server(server: Server, port: int) -> ThreadingHTTPServer:
         def log_message(self, format: str, *args: Any) -> None:
             """Write no line for each request."""
 
-    return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    return HTTPServer(("127.0.0.1", port), Handler)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,15 @@
 """A folder for serving answers without this package and torchrec, as the trained module does."""
 
 import json
+import math
+import re
 import shutil
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -142,8 +147,9 @@ def test_a_moved_folder_answers_as_the_module_for_any_batch_size_and_refuses_bad
     assert ask(folder, "--check").startswith("largest difference from the trained module: ")
     server, request = answer.Server(folder), json.loads((folder / "request.json").read_text())
     for name, (values, reason) in {
-        "words": ([[1, 2, 900]], "an id has no row in its table; there are .*to 900 in 'words'"),
-        "dense": ([[1.0, 2.0]] * 2, "as many rows as each other, and there are .*1 in 'words'.*2 in 'dense'"),
+        "words": ([[1, 2, 900]], "an id has no row in its table of [0-9]+ rows; there are .*to 900 in 'words'"),
+        "dense": ([[1.0, 2.0]] * 2, "as many examples as each other, and there are .*1 in 'words'.*2 in 'dense'"),
+        "features.lengths": ([*request["features.lengths"], 0], "5 in 'features.lengths', 1 in 'words'"),
         "features.values": (["a"], "'features.values' must be lists of int64, and has 'a'"),
     }.items():
         with pytest.raises(ValueError, match=reason):
@@ -178,6 +184,7 @@ def test_quantized_answers_are_those_of_the_module_with_rounded_rows_and_bad_inp
     difference = (answered["scores"] - expected["scores"]).abs().max().item()
     assert 0 < difference <= served.largest_difference
     assert not list((tmp_path / "q").glob(".*"))
+    _check_http(tmp_path / "q")
     _check_bad_inputs_and_damage(tmp_path / "q")
 
 
@@ -213,24 +220,63 @@ def test_what_cannot_be_served_is_told_and_leaves_nothing(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
+REQUEST: dict[str, Any] = {
+    "features.values": [1, 0],
+    "features.lengths": [1, 0, 1, 0],
+    "words": [[1, 2, 3]],
+    "dense": [[0.5, 1]],
+}
 BAD_REQUESTS: dict[str, tuple[str, Any, str]] = {
     "fractions": ("words", [[1.7, 2, 3]], "'words' must be lists of int64, and has 1.7"),
     "truth": ("words", [[True, 2, 3]], "'words' must be lists of int64, and has True"),
     "text": ("dense", [["a", 2.0]], "'dense' must be lists of float32, and has 'a'"),
     "flat": ("words", [1, 2, 3], "'words' must have the shape any x 3, not 3"),
     "wide": ("words", [[1, 2, 3, 4]], "'words' must have the shape any x 3, not 1 x 4"),
-    "negative": ("words", [[-1, 2, 3]], "an id has no row in its table; there are .*-1 to 3 in 'words'"),
-    "large": ("words", [[50, 2, 3]], "an id has no row in its table; there are .*2 to 50 in 'words'"),
-    "no id": ("features.values", [-1, 0], "an id has no row in its table; there are -1 to 0 in 'features.values'"),
+    "negative": ("words", [[-1, 2, 3]], "an id has no row in its table of [0-9]+ rows; there are .*-1 to 3 in 'words'"),
+    "large": ("words", [[50, 2, 3]], "an id has no row in its table of [0-9]+ rows; there are .*2 to 50 in 'words'"),
+    "no id": (
+        "features.values",
+        [-1, 0],
+        "an id has no row in its table of [0-9]+ rows; there are -1 to 0 in 'features.values'",
+    ),
     "lengths below 0": ("features.lengths", [-1, 3, 0, 0], "'features.lengths' has the length -1"),
     "sum of lengths": ("features.lengths", [1, 0, 0, 0], "'features.lengths' sum up to 1, and 'features.values' has 2"),
+    "sum that wraps": ("features.lengths", [2**62] * 4, "'features.lengths' sum up to 18446744073709551616"),
+    "beyond any float": ("dense", [[10**400, 1]], "'dense' must be lists of float32 in equal lengths: int too large"),
+    "one length too few": ("features.lengths", [1, 0, 1], "the inputs do not fit each other|for as many examples"),
     "ragged": ("words", [[1, 2, 3], [1]], "'words' must be lists of int64 in equal lengths"),
 }
 
 
+def _check_http(folder: Path) -> None:
+    """Ask for what cannot be answered, then with many clients at once."""
+    server, request = answer.Server(folder), REQUEST
+    with answer.http_server(server, 0) as http, ThreadPoolExecutor(50) as clients:
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+
+        def ask(method: str, path: str = "/", content: Any = request) -> tuple[int, Any]:
+            connection = HTTPConnection("127.0.0.1", http.server_port, timeout=60)
+            connection.request(method, path, json.dumps(content))
+            response = connection.getresponse()
+            return response.status, json.loads(response.read(), parse_constant=pytest.fail)
+
+        for name, value, message in BAD_REQUESTS.values():
+            status, answered = ask("POST", content=request | {name: value})
+            assert (status, bool(re.search(message, answered["error"]))) == (400, True), answered
+        assert set(ask("POST", content=request | {"dense": [[math.nan, 1]]})[1]["scores"][0]) == {None}
+        assert ask("GET", "/health") == (200, {"status": "ok", "of": "Recommender"})
+        assert ask("GET")[0] == 404
+        assert ask("PUT")[0] == 501
+        expected = (200, server.answer_plain(request))
+        assert all(answered == expected for answered in clients.map(ask, ["POST"] * 500))
+        server.tables, tables = {}, server.tables
+        assert ask("POST")[0] in (400, 500)
+        server.tables = tables
+        http.shutdown()
+
+
 def _check_bad_inputs_and_damage(folder: Path) -> None:
-    server = answer.Server(folder)
-    request = {"features.values": [1, 0], "features.lengths": [1, 0, 1, 0], "words": [[1, 2, 3]], "dense": [[0.5, 1]]}
+    server, request = answer.Server(folder), REQUEST
     assert len(server.answer_plain(request)["scores"]) == 1
     for name, value, message in BAD_REQUESTS.values():
         with pytest.raises(ValueError, match=message):
