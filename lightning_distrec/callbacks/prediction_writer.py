@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
@@ -24,7 +25,7 @@ class PredictionWriter(BasePredictionWriter):
 
     `predict_step` returns a tensor whose first dim is the number of examples (column "prediction"), or a dict or tuple
     of these (columns by name, or "prediction_0", ...). Each rank writes a part next to the file, and rank 0 joins them
-    in its memory, in the order of the dataset.
+    in its memory, in the order of the dataset. The columns `keep` of ColumnData are written, too.
 
     Args:
         path: the file, *.parquet, in a folder that all ranks share; one that exists is replaced.
@@ -73,6 +74,9 @@ class PredictionWriter(BasePredictionWriter):
 
         predictions = _named(prediction)
         num_rows = len(next(iter(predictions.values())))
+        loader = _loaders(trainer)[dataloader_idx]
+        if hasattr(loader, "row_indices"):  # ColumnData's
+            batch_indices = loader.row_indices(batch_idx)
         columns = {INDEX: pyarrow.array(self._indices(trainer, batch_indices, num_rows, dataloader_idx))}
         if trainer.num_predict_batches and len(trainer.num_predict_batches) > 1:
             columns[LOADER] = pyarrow.array([dataloader_idx] * num_rows)
@@ -129,11 +133,11 @@ class PredictionWriter(BasePredictionWriter):
                     f"{self._parts} has the parts of {num_parts} of {trainer.world_size} ranks. Write to a folder that "
                     "all nodes share."
                 )
-            num_rows = self._join()
+            num_rows = self._join(_loaders(trainer)[0])
             rank_zero_info(f"Wrote {num_rows:,} predictions to {self._path}.")
         trainer.strategy.barrier()
 
-    def _join(self) -> int:
+    def _join(self, loader: Any) -> int:
         import pyarrow
         from pyarrow import parquet
 
@@ -143,11 +147,24 @@ class PredictionWriter(BasePredictionWriter):
         table = pyarrow.concat_tables(tables)
         keys = [name for name in (LOADER, INDEX) if name in table.column_names]
         table = table.sort_by([(name, "ascending") for name in keys])
+        # A rank that is one row short of a batch has one of its neighbour's.
+        places = numpy.stack([table[name].to_numpy() for name in keys])
+        is_first = (places[:, 1:] != places[:, :-1]).any(axis=0)
+        table = table.filter(numpy.append(True, is_first))
+        if hasattr(loader, "row_indices"):
+            kept = loader.dataset.kept_columns()
+            for name in kept.column_names:
+                table = table.append_column(name, kept[name].take(table[INDEX]))
         new = self._path.with_name(f"{self._path.name}.new")
         parquet.write_table(table, new)
         new.replace(self._path)
         shutil.rmtree(self._parts)
         return len(table)
+
+
+def _loaders(trainer: Trainer) -> list[Any]:
+    loaders = trainer.predict_dataloaders
+    return loaders if isinstance(loaders, list) else [loaders]
 
 
 def _named(prediction: Any) -> dict[str, Any]:
