@@ -41,7 +41,7 @@ def type_problem(kind: pa.DataType, feature: Feature) -> str | None:
     if feature.is_time and (_is_text(value) or types.is_timestamp(value) or types.is_date(value)):
         return None
     if feature.is_numeric and not is_number(value) and not (is_text and feature.separator):
-        return f"{feature.kind} needs numbers"
+        return f"{feature.kind} needs numbers; use time or age for times"
     if not feature.is_numeric and not (_is_text(value) or types.is_integer(value) or types.is_boolean(value)):
         return f"{feature.kind} needs texts, integers or booleans; use bucketize for other numbers, time for times"
     return None
@@ -189,7 +189,7 @@ class Numbers:
         originals = _numbers_for(values, self._feature)
         numbers = transformed(originals, self._plain)
         with np.errstate(over="ignore"):
-            check_finite(numbers.astype(np.float32), originals, is_null=np.isnan(originals))
+            check_finite(numbers.astype(np.float32), originals)
         numbers = numbers[~np.isnan(numbers)]
         if not len(numbers):
             return

@@ -65,7 +65,7 @@ class Columns:
         self._encoder: Encoder | None = None
 
     def _check_groups(self) -> None:
-        groups = {getattr(feature, "group", None) for feature in self.features.values()} - {None}
+        groups: set[Any] = {getattr(feature, "group", None) for feature in self.features.values()} - {None}
         others = {name for name, feature in self.features.items() if not isinstance(feature, TableFeature)}
         if groups and (self.form == "padded" or groups & {"dense", "label", *others}):
             raise ConfigError(

@@ -13,12 +13,11 @@ import lightning.pytorch as pl
 import pyarrow as pa
 import torch
 from pyarrow import compute
-from torch.utils.data import Dataset, get_worker_info
 
 from lightning_distrec.atomic_files import replace_file
 from lightning_distrec.data.arrow_columns import errors_at
 from lightning_distrec.data.columns import Columns, Form
-from lightning_distrec.data.raw_values import Encoded, join
+from lightning_distrec.data.encoded_rows import EncodedRows
 from lightning_distrec.data.row_groups import (
     FORMAT,
     ParquetReader,
@@ -29,58 +28,8 @@ from lightning_distrec.data.row_groups import (
     find_files,
     parquet_schema,
 )
-from lightning_distrec.data.row_order import Request, RowLoader, RowOrder, RowSampler, pack
+from lightning_distrec.data.row_order import RowLoader, RowOrder, RowSampler
 from lightning_distrec.errors import ConfigError, DataError
-
-
-class EncodedRows(Dataset):
-    """Makes batches of places in an epoch's order. It holds one window of encoded rows, the last that was read."""
-
-    def __init__(
-        self, reader: Reader, groups: list[RowGroup], columns: Columns, order: RowOrder, names: list[str]
-    ) -> None:
-        """names: the columns to read."""
-        self.reader, self.groups, self.columns, self.order, self.names = reader, groups, columns, order, names
-        self.keep: list[str] = []
-        """Columns that are written beside predictions."""
-        self._window: tuple[tuple[int, int], dict[str, Encoded]] | None = None
-
-    def __getitem__(self, request: Request) -> Any:
-        epoch, spans = request
-        self.order.begin(epoch)
-        parts, num_rows = [], 0
-        for first, stop in spans:
-            while first < stop:
-                window, (begin, end) = self.order.window_at(first)
-                encoded = self._encoded(epoch, window)
-                until = min(stop, end)
-                parts.append({name: feature.slice(first - begin, until - begin) for name, feature in encoded.items()})
-                num_rows, first = num_rows + until - first, until
-        joined = parts[0] if len(parts) == 1 else {name: join([part[name] for part in parts]) for name in parts[0]}
-        tensors = self.columns.tensors(joined, num_rows)
-        return pack(tensors) if get_worker_info() else self.columns.batch(tensors)
-
-    def _encoded(self, epoch: int, window: int) -> dict[str, Encoded]:
-        if self._window is None or self._window[0] != (epoch, window):
-            self._window = None  # before the next one takes memory
-            groups = [self._encoded_group(self.groups[number]) for number in self.order.groups(window)]
-            encoded = {name: join([group[name] for group in groups]) for name in groups[0]}
-            if (rows := self.order.rows(window)) is not None:
-                encoded = {name: feature.take(rows) for name, feature in encoded.items()}
-            self._window = (epoch, window), encoded
-        return self._window[1]
-
-    def _encoded_group(self, group: RowGroup) -> dict[str, Encoded]:
-        with errors_at(group.place()):
-            return self.columns.encode(self.reader.read(group, self.names))
-
-    def kept_columns(self) -> pa.Table:
-        """Return the columns `keep` of all rows."""
-        tables = []
-        for group in self.groups if self.keep else ():
-            with errors_at(group.place()):
-                tables.append(self.reader.read(group, self.keep))
-        return pa.concat_tables(tables).unify_dictionaries() if tables else pa.table({})
 
 
 class ColumnData(pl.LightningDataModule):

@@ -67,37 +67,6 @@ class Encoded(NamedTuple):
         assert self.offsets is not None, "a row has one value"
         return np.diff(self.offsets)
 
-    def take(self, rows: np.ndarray) -> "Encoded":
-        """Return the given rows, in their order."""
-        if self.offsets is None:
-            return Encoded(np.take(self.values, rows, axis=0), None)
-        starts, lengths = self.offsets[rows], self.lengths()[rows]
-        offsets = offsets_of(lengths)
-        values = np.empty(offsets[-1], dtype=self.values.dtype)
-        # In blocks whose indices fit into a processor's cache.
-        for first in range(0, len(rows), BLOCK // WORD):
-            block = slice(first, first + BLOCK // WORD)
-            ends = offsets[block.start : block.stop + 1]
-            values[ends[0] : ends[-1]] = self.values[places(starts[block], lengths[block])]
-        return Encoded(values, offsets)
-
-    def slice(self, first: int, stop: int) -> "Encoded":
-        """Return rows from `first` to before `stop`."""
-        if self.offsets is None:
-            return Encoded(self.values[first:stop], None)
-        offsets = self.offsets[first : stop + 1]
-        return Encoded(self.values[offsets[0] : offsets[-1]], offsets - offsets[0])
-
-
-def join(parts: list[Encoded]) -> Encoded:
-    """Return the rows of parts, one after the other."""
-    if len(parts) == 1:
-        return parts[0]
-    values = np.concatenate([part.values for part in parts])
-    if parts[0].offsets is None:
-        return Encoded(values, None)
-    return Encoded(values, offsets_of(np.concatenate([part.lengths() for part in parts])))
-
 
 def places(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Return the indices of runs, one run after the other."""
@@ -256,15 +225,14 @@ class Encoder:
 
     def _numbers(self, name: str, cells: Cells) -> np.ndarray:
         feature = self.features[name]
-        numbers = self._rounded(feature, cells.values)
+        numbers = transformed(self._rounded(feature, cells.values), feature)
         is_null = np.isnan(numbers)
-        numbers = transformed(numbers, feature)
         if feature["standardize"]:
             mean, deviation = self.plain["moments"][name]
             numbers = (numbers - mean) / deviation
         with np.errstate(over="ignore"):
             values = numbers.astype(np.float32)
-        check_finite(values, cells.values, is_null, cells.lengths)
+        check_finite(values, cells.values, cells.lengths)
         values[is_null] = feature["missing"]
         return values
 
@@ -369,11 +337,9 @@ def row_of(place: int, lengths: np.ndarray | None) -> int:
     return int(place if lengths is None else np.searchsorted(np.cumsum(lengths), place, side="right"))
 
 
-def check_finite(
-    values: np.ndarray, numbers: np.ndarray, is_null: np.ndarray, lengths: np.ndarray | None = None
-) -> None:
-    """Raise ValueError with the row where a value is not finite. numbers: what values were made of."""
-    places = np.flatnonzero(~np.isfinite(values) & ~is_null)
+def check_finite(values: np.ndarray, numbers: np.ndarray, lengths: np.ndarray | None = None) -> None:
+    """Raise ValueError with the row where a value is not finite. numbers: what values were made of, NaN: missing."""
+    places = np.flatnonzero(~np.isfinite(values) & ~np.isnan(numbers))
     if len(places):
         number, row = numbers[places[0]], row_of(places[0], lengths)
         raise ValueError(f"{number:g} in row {row} is no finite number in 32 bits; write it as missing, or bound it")
@@ -392,8 +358,7 @@ def seconds_of(text: str) -> float:
         return float(text)
     except ValueError:
         time = datetime.fromisoformat(text.replace("Z", "+00:00"))
-    if time.tzinfo is None:
-        time = time.replace(tzinfo=timezone.utc)
+    time = time.replace(tzinfo=time.tzinfo or timezone.utc)
     return (time - datetime(1970, 1, 1, tzinfo=timezone.utc)) / timedelta(seconds=1)
 
 
