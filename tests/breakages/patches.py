@@ -755,14 +755,6 @@ BREAKAGES = (
         "Batches of unequal size give other gradients than one device.",
         ("multiprocess/sharding/test_batch_sizes.py",),
     ),
-    Breakage(
-        "zero-send",
-        "lightning_distrec/optimizers",
-        r"parameter\.copy_\(value\.view\(parameter\.shape\)\)",
-        "pass",
-        "zero_optimizer=True: ranks keep old values of the parameters that others update.",
-        ("multiprocess/optimizers/test_zero_optimizer.py",),
-    ),
     # ---- strategies
     Breakage(
         "sparse-average",
