@@ -1158,14 +1158,6 @@ BREAKAGES = (
         ("multiprocess/strategies/test_pipeline_parallel.py",),
     ),
     Breakage(
-        "advise-forgets-the-loss",
-        "lightning_distrec/strategies/estimates",
-        r"loss=around \+ times\.tail_backward",
-        "loss=0.0",
-        "The estimate of idle time leaves out what others wait for while the last stage computes the loss.",
-        ("unit/advice/test_idle_time.py",),
-    ),
-    Breakage(
         "communication-takes-gradients-for-outputs",
         "lightning_distrec/callbacks",
         r'STAGE_GRADIENTS if caller == "get_bwd_send_ops" else STAGE_OUTPUTS',

@@ -79,6 +79,28 @@ class StageOptions:
         numbers = [n for n in range(1, min(self.microbatches, batch_size) + 1) if batch_size % n == 0]
         return max(n for n in numbers if self.stages_per_rank == 1 or n % max(1, n // num_ranks) == 0)
 
+    def idle_share(self, num_ranks: int, num_parts: int) -> float:
+        """Return the share of a step in which ranks wait for each other, where all stages take the same time.
+
+        Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", section 2.2.
+        """
+        return (num_ranks - 1) / (self.stages_per_rank * num_parts + num_ranks - 1)
+
+    def forwards_in_flight(self, rank: int, num_ranks: int, num_parts: int) -> int:
+        """Return how many forwards of a micro-batch in a stage a rank keeps at once for their backwards.
+
+        Source: the warm-ups of torch's schedules, torch/distributed/pipelining/schedules.py.
+        """
+        all_forwards = self.stages_per_rank * num_parts
+        later_ranks = num_ranks - rank - 1
+        # 1F1B of fewer micro-batches than ranks is computed as GPipe.
+        if self.schedule == "gpipe" or (self.schedule == "1f1b" and num_parts < num_ranks):
+            return all_forwards
+        if self.schedule == "1f1b":
+            return later_ranks + 1
+        warm_up = (self.stages_per_rank - 1) * num_ranks + 2 * later_ranks
+        return min(all_forwards, warm_up + 1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineRanks:
