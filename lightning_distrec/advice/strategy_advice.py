@@ -244,7 +244,7 @@ def _without_activations(estimate: Estimate, usable: float) -> str:
         return ""
     return (
         f"; activations are {format_bytes(activations)} of it: compute them again in backward "
-        "(activation_checkpointing: auto)"
+        "(activation_checkpointing: true)"
     )
 
 

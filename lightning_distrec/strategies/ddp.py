@@ -5,7 +5,6 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
 from lightning_distrec.errors import ConfigError
@@ -26,7 +25,6 @@ from lightning_distrec.strategies.data_parallel.gradient_exchange import (
     refuse_powersgd,
 )
 from lightning_distrec.strategies.data_parallel.replicated_layers import BroadcastSkipper, NoBroadcasts
-from lightning_distrec.strategies.estimates.dense_options import activation_budget
 from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded
 from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
@@ -56,8 +54,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         powersgd: matrix_rank, start_step: send gradients as products of two matrices, which is many times fewer bytes,
             and inexact; see PowerSGDOptions.
         activation_checkpointing: layers that recompute their activations in backward; same numbers. true: all layers of
-            parts that repeat, like a transformer's; or a list of class names and paths; "auto", or a size like "4GiB":
-            as few of those as it takes for activations to fit into 80 % of the rank's memory, or into the size.
+            parts that repeat, like a transformer's; or a list of class names and paths.
         find_unused_parameters: as in DDP, for layers that some steps do not use.
         static_graph: as in DDP, for a module every step of which uses the same layers alike.
         sparse_grads: how gradients of nn.Embedding(sparse=True) are sent over gloo: "sparse", as rows; "dense", as
@@ -104,7 +101,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         refuse_gradients(run.module, self.gradient_exchange.comm_dtype, dist.get_backend())
         trains_with_others = run.is_fitting and self.world_size > 1
         checkpointed = self._checkpointed if run.is_fitting else False
-        run.activations = CheckpointedLayers(run.module, checkpointed, run.session.consensus)
+        run.activations = CheckpointedLayers(run.module, checkpointed)
         run.undo.callback(run.activations.undo)
         if trains_with_others and self._powersgd is not None:
             refuse_powersgd(run.module, str(trainer.precision))
@@ -112,8 +109,6 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
             run.compression = PowerSGD(run.module, self._powersgd, self.gradient_exchange.bucket_cap_mb)
             run.session.checkpoints.positions.keep_rank_state("powersgd", run.compression)
         super().setup(trainer)
-        # After setup, when optimizers exist: their state takes its part of the memory that activations may fill.
-        run.activations.usable_bytes = lambda: activation_budget(self, run.module, self.optimizers, 1)
         self.begin_checkpoints(run)
 
     @override
@@ -130,8 +125,3 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         self.model = ddp
         run.buffers = BroadcastSkipper(ddp, run.session.consensus.flags)
         run.frozen = [parameter for parameter in run.module.parameters() if not parameter.requires_grad]
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self.run.activations.step():
-            return super().training_step(*args, **kwargs)

@@ -86,13 +86,6 @@ class SavedActivations:
                 tail += self.bytes_of[key]
         return head, tail
 
-    def last_that_fit(self, paths: list[str], target: int) -> list[str]:
-        """Return the layers that are left to compute again where as many of the last ones keep theirs as fit."""
-        for number in range(len(paths) + 1):
-            if self.retained_bytes(paths[:number]) <= target:
-                return paths[:number]
-        return paths
-
 
 @contextmanager
 def count_saved(module: nn.Module, watched: Mapping[str, nn.Module]) -> Iterator[SavedActivations]:

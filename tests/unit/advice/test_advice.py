@@ -292,7 +292,7 @@ def test_activations_that_do_not_fit_are_to_be_computed_again() -> None:
     assert "cannot be split into 5 stages" in row(advice, "pipeline_parallel").refused
     assert advice.strategy == "fsdp_tuned"
     assert advice.reason.endswith(
-        "activations are 953.7 MiB of it: compute them again in backward (activation_checkpointing: auto)"
+        "activations are 953.7 MiB of it: compute them again in backward (activation_checkpointing: true)"
     )
 
 
