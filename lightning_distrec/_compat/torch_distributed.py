@@ -4,8 +4,7 @@ import dataclasses
 import importlib
 import pickle
 from collections.abc import Callable, Iterable, Iterator
-from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,8 +13,6 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fully_shard
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-from torch.distributed.pipelining.schedules import _ComputationType
 from torch.distributed.tensor import DTensor
 
 
@@ -208,48 +205,6 @@ def chunk_locations(metadata: Any) -> Iterator[tuple[str, tuple[int, ...], str, 
         if not is_known or info.transform_descriptors is not None:
             raise ValueError(f"'{index}' has the storage record {info!r}")
         yield index.fqn, tuple(index.offset), info.relative_path, info.offset, info.length
-
-
-Action = tuple[Literal["forward", "backward"], int, int]
-"""What is computed, the stage, and the micro-batch."""
-
-_KINDS: dict[Any, Literal["forward", "backward"]] = {
-    _ComputationType.FORWARD: "forward",
-    _ComputationType.FULL_BACKWARD: "backward",
-}
-
-
-def pipeline_order(schedule: str, num_ranks: int, num_stages: int, num_microbatches: int) -> list[list[Action]]:
-    """Return what each rank computes, in order. schedule: "gpipe", "1f1b" or "interleaved_1f1b"."""
-    # A schedule object needs stages, and these a process group; the methods that return its order read numbers alone.
-    # Torch's order for 1F1B counts the last stage's forwards from 1. Source: torch/distributed/pipelining/schedules.py.
-    numbers: Any = SimpleNamespace(
-        _n_microbatches=num_microbatches,
-        _num_stages=num_stages,
-        pp_group_size=num_ranks,
-        n_local_stages=num_stages // num_ranks,
-        microbatches_per_round=num_microbatches // max(1, num_microbatches // num_ranks),
-    )
-    if schedule == "interleaved_1f1b":
-        calculate = ScheduleInterleaved1F1B._calculate_single_rank_operations
-        order = {rank: calculate(numbers, rank) for rank in range(num_ranks)}
-    else:
-        kind: Any = ScheduleGPipe if schedule == "gpipe" else Schedule1F1B
-        order = kind._get_pipeline_order(numbers)
-    return [_counted_from_zero(order[rank]) for rank in range(num_ranks)]
-
-
-def _counted_from_zero(operations: list[Any]) -> list[Action]:
-    computed = [operation for operation in operations if operation is not None and operation.computation_type in _KINDS]
-    first = min(
-        operation.microbatch_index for operation in computed if operation.computation_type == _ComputationType.FORWARD
-    )
-    actions: list[Action] = []
-    for operation in computed:
-        kind = _KINDS[operation.computation_type]
-        number = operation.microbatch_index - (first if kind == "forward" else 0)
-        actions.append((kind, operation.stage_index, number))
-    return actions
 
 
 def output_strides(stage: Any) -> list[tuple[int, ...]]:

@@ -6,18 +6,8 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
-from lightning_distrec._compat.torch_distributed import Action
 from lightning_distrec.errors import DistRecError, UnsupportedError
 from lightning_distrec.strategies.estimates.estimate import Estimate, replicated_memory
-from lightning_distrec.strategies.estimates.idle_time import (
-    HOST_SECONDS,
-    ChainTimes,
-    StageTimes,
-    idle_share,
-    order_actions,
-    peak_activation_bytes,
-    stage_times,
-)
 from lightning_distrec.strategies.estimates.module_sizes import Job, ModuleSizes, configured_optimizers, meta_copy
 from lightning_distrec.strategies.estimates.step_profile import StepProfile
 from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded
@@ -42,7 +32,6 @@ def estimate_stages(
     job: Job,
     settings: Any,
     profile: StepProfile,
-    device_type: str,
     options: StageOptions,
 ) -> tuple[Estimate, list[str]]:
     """Return what pipeline_parallel needs, and what was assumed; or why it refuses the module."""
@@ -55,20 +44,20 @@ def estimate_stages(
         return Estimate(strategy=PIPELINE, refused=str(error)), []
     pipeline = _Pipeline(layout=layout, options=options, sizes=sizes, job=job, profile=profile)
     num_ranks, num_microbatches = pipeline.num_ranks, pipeline.num_microbatches()
-    actions = order_actions(options.schedule, num_ranks, layout.num_stages, num_microbatches)
-    memory = max(map(pipeline.memory, actions), key=lambda memory: sum(memory.values()))
+    memory_by_rank = [pipeline.memory(rank) for rank in range(num_ranks)]
+    memory = max(memory_by_rank, key=lambda memory: sum(memory.values()))
     sent = None
     if profile.blocks is not None:
         sent_by_rank = [pipeline.sent(rank, profile.blocks.input_bytes) for rank in range(num_ranks)]
         sent = max(sent_by_rank, key=lambda sent: sum(sent.values()))
-    idle, origin = pipeline.idle_share(num_microbatches, device_type)
+    idle = options.idle_share(num_ranks, num_microbatches)
     stages = quantity(layout.num_stages, "stage")
     if pipeline.num_replicas > 1:
         stages += f" (stages: {layout.num_stages})"
     note = (
         f"pipeline_parallel is estimated with {stages} of '{layout.chain.path}' and {num_microbatches} micro-batches "
-        f"({options.schedule}): ranks idle {idle:.0%} of a step {origin}; memory is the fullest rank's, and one batch "
-        "is for all ranks of a pipeline"
+        f"({options.schedule}): ranks idle {idle:.0%} of a step where stages take equal times; memory is the fullest "
+        "rank's, and one batch is for all ranks of a pipeline"
     )
     return Estimate(strategy=PIPELINE, memory=memory, sent=sent, idle=idle), [note]
 
@@ -143,45 +132,33 @@ class _Pipeline:
     def num_microbatches(self) -> int:
         return self.options.num_parts(self.profile.batch_size or self.options.microbatches, self.num_ranks)
 
-    def idle_share(self, num: int, device_type: str) -> tuple[float, str]:
-        """Return the share of a step in which ranks idle, and what it was computed from."""
-        layout, schedule = self.layout, self.options.schedule
-        measured = ChainTimes.lowest(self.profile.times, layout.chain.paths)
-        if measured is None:
-            times = StageTimes.equal(layout.num_stages)
-            return idle_share(times, self.num_ranks, num, schedule), "with stages of equal times"
-        # On a GPU the host queues the actions ahead, so that its own time for each is hidden.
-        host_seconds = HOST_SECONDS if device_type == "cpu" else 0.0
-        times = stage_times(measured, layout.begins, num, schedule)
-        idle = idle_share(times, self.num_ranks, num, schedule, host_seconds)
-        return idle, "by the times of its blocks on this CPU"
-
-    def memory(self, actions: list[Action]) -> dict[str, float]:
-        """Return the memory of a rank that computes these."""
+    def memory(self, rank: int) -> dict[str, float]:
+        """Return the memory of a rank of the pipeline."""
         layout, saved = self.layout, self.profile.saved
-        stages = {stage for _, stage, _ in actions}
+        # Stage s is on rank s modulo the pipeline's ranks.
+        stages = range(rank, layout.num_stages, self.num_ranks)
         parameters = (p for p in self.sizes.parameters if layout.stage_by_name[p.name] in stages)
         memory = replicated_memory(parameters, self.job)
         memory["parameters"] += self.sizes.buffer_bytes  # every rank has all of them
-        if saved is not None:
-            block_bytes = [float(saved.bytes_saved_first_in(path)) for path in layout.chain.paths]
-            stage_bytes = {
-                stage: sum(block_bytes[number] for number in layout.block_numbers(stage)) for stage in stages
-            }
-            head_bytes, loss_bytes = map(float, saved.bytes_around(layout.chain.paths))
-            if self.options.schedule != "gpipe":
-                # gpipe computes the loss of the whole batch, the others of one micro-batch at a time: each has a
-                # forward and a backward in each of the rank's stages.
-                loss_bytes /= len(actions) / 2 / len(stages)
-            ends = head_bytes * (0 in stages) + loss_bytes * (layout.num_stages - 1 in stages)
-            memory["activations"] = ends + peak_activation_bytes(actions, stage_bytes)
+        if saved is None:
+            return memory
+        paths = [layout.chain.paths[number] for stage in stages for number in layout.block_numbers(stage)]
+        num_parts = self.num_microbatches()
+        num_forwards = self.options.stages_per_rank * num_parts
+        in_flight = self.options.forwards_in_flight(rank, self.num_ranks, num_parts) / num_forwards
+        memory["activations"] = in_flight * sum(saved.bytes_saved_first_in(path) for path in paths)
+        head_bytes, loss_bytes = saved.bytes_around(layout.chain.paths)
+        if 0 in stages:
+            memory["activations"] += head_bytes
+        if layout.num_stages - 1 in stages:
+            # gpipe computes the loss of the whole batch, the others of one micro-batch at a time.
+            memory["activations"] += loss_bytes if self.options.schedule == "gpipe" else loss_bytes / num_parts
         return memory
 
     def sent(self, rank: int, inputs: dict[str, int]) -> dict[str, float]:
         """Return what a rank sends: outputs on, gradients back and to replicas. inputs: of a block's path, bytes."""
         layout = self.layout
-        # Stage s is on rank s modulo the pipeline's ranks.
-        stages = set(range(rank, layout.num_stages, self.num_ranks))
+        stages = range(rank, layout.num_stages, self.num_ranks)
         # The first stage's input is the batch, which no rank sends.
         entering = [0, *(inputs.get(layout.chain.paths[begin], 0) for begin in layout.begins[1:]), 0]
         gradients = sum(

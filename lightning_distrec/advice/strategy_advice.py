@@ -145,7 +145,7 @@ def advise(
         except DistRecError as error:
             sizes.refused[TORCHREC] = str(error)
     estimates = estimate_strategies(sizes, job, profile, planned, options.dense)
-    stages, stages_notes = estimate_stages(module, sizes, job, settings, profile, device_type, options.stages)
+    stages, stages_notes = estimate_stages(module, sizes, job, settings, profile, options.stages)
     estimates.append(stages)
     recomputing = _recompute_under_ddp(module, sizes, job, profile, options.dense)
     strategy, reason = _choose(sizes, estimates, recomputing, job, conversion.min_rows)
@@ -244,7 +244,7 @@ def _without_activations(estimate: Estimate, usable: float) -> str:
         return ""
     return (
         f"; activations are {format_bytes(activations)} of it: compute them again in backward "
-        "(activation_checkpointing: auto)"
+        "(activation_checkpointing: true)"
     )
 
 

@@ -103,7 +103,7 @@ def _profile_first_batch(recipe: RecipeBuilder, precision: str, options: ChosenO
     except Exception as error:
         reason = describe_error(error)
         return StepProfile(notes=(f"the first batch could not be read ({reason}), so activations are left out",))
-    return profile_step(module, batch, counter.count(batch), precision, takes_times=True, layers=layers)
+    return profile_step(module, batch, counter.count(batch), precision, layers=layers)
 
 
 def run_plan(options: Namespace) -> int:

@@ -5,13 +5,10 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.optimizers.zero_partition import ZeroPartition, check_partitionable, partition_steps
 from lightning_distrec.option_values import as_options
-from lightning_distrec.strategies.checkpoints.optimizer_state import StateRanks
 from lightning_distrec.strategies.data_parallel.activations import (
     ActivationCheckpointing,
     CheckpointedLayers,
@@ -26,10 +23,8 @@ from lightning_distrec.strategies.data_parallel.gradient_exchange import (
     refuse_debug_detail,
     refuse_gradients,
     refuse_powersgd,
-    sparse_weights,
 )
 from lightning_distrec.strategies.data_parallel.replicated_layers import BroadcastSkipper, NoBroadcasts
-from lightning_distrec.strategies.estimates.dense_options import activation_budget
 from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded
 from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
@@ -59,14 +54,11 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         powersgd: matrix_rank, start_step: send gradients as products of two matrices, which is many times fewer bytes,
             and inexact; see PowerSGDOptions.
         activation_checkpointing: layers that recompute their activations in backward; same numbers. true: all layers of
-            parts that repeat, like a transformer's; or a list of class names and paths; "auto", or a size like "4GiB":
-            as few of those as it takes for activations to fit into 80 % of the rank's memory, or into the size.
+            parts that repeat, like a transformer's; or a list of class names and paths.
         find_unused_parameters: as in DDP, for layers that some steps do not use.
         static_graph: as in DDP, for a module every step of which uses the same layers alike.
         sparse_grads: how gradients of nn.Embedding(sparse=True) are sent over gloo: "sparse", as rows; "dense", as
             dense tensors, which become sparse gradients of the looked up rows again.
-        zero_optimizer: partition the optimizers' state over the ranks (ZeRO stage 1): one rank updates a parameter, and
-            sends it to the others; same numbers. For optimizers that update each from its own gradient alone.
         run_options: what all strategies take, as checkpoint and stopping: see DistRecStrategy.
     """
 
@@ -82,7 +74,6 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         find_unused_parameters: bool = False,
         static_graph: bool = False,
         sparse_grads: SparseGrads = "sparse",
-        zero_optimizer: bool = False,
         **run_options: Any,
     ) -> None:
         if powersgd is not None and comm_dtype != "fp32":
@@ -96,7 +87,6 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
         )
-        self._zero_optimizer = zero_optimizer
         self._checkpointed = activation_checkpointing
         super().__init__(**run_options)
 
@@ -111,7 +101,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         refuse_gradients(run.module, self.gradient_exchange.comm_dtype, dist.get_backend())
         trains_with_others = run.is_fitting and self.world_size > 1
         checkpointed = self._checkpointed if run.is_fitting else False
-        run.activations = CheckpointedLayers(run.module, checkpointed, run.session.consensus)
+        run.activations = CheckpointedLayers(run.module, checkpointed)
         run.undo.callback(run.activations.undo)
         if trains_with_others and self._powersgd is not None:
             refuse_powersgd(run.module, str(trainer.precision))
@@ -119,10 +109,6 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
             run.compression = PowerSGD(run.module, self._powersgd, self.gradient_exchange.bucket_cap_mb)
             run.session.checkpoints.positions.keep_rank_state("powersgd", run.compression)
         super().setup(trainer)
-        # After setup, when optimizers exist: their state takes its part of the memory that activations may fill.
-        run.activations.usable_bytes = lambda: activation_budget(self, run.module, self.optimizers, 1)
-        if trains_with_others and self._zero_optimizer:
-            self._partition_optimizers(run)
         self.begin_checkpoints(run)
 
     @override
@@ -139,19 +125,3 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         self.model = ddp
         run.buffers = BroadcastSkipper(ddp, run.session.consensus.flags)
         run.frozen = [parameter for parameter in run.module.parameters() if not parameter.requires_grad]
-
-    def _partition_optimizers(self, run: DDPRun) -> None:
-        """Let each rank update some of the parameters. Raises OptimizerError: an optimizer does not allow it."""
-        sparse = sparse_weights(run.module)
-        for optimizer in self.optimizers:
-            # All are checked before one is changed, so that a refusal leaves every optimizer as it was.
-            check_partitionable(optimizer, sparse)
-        partition = ZeroPartition(self.world_size)
-        for optimizer in self.optimizers:
-            run.undo.callback(partition_steps(optimizer, partition, self.global_rank))
-        run.session.checkpoints.state_ranks = StateRanks(partition.rank_of)
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self.run.activations.step():
-            return super().training_step(*args, **kwargs)

@@ -10,7 +10,6 @@ from typing_extensions import override
 
 from lightning_distrec._compat.lightning import set_device_and_mesh, wrapped_optimizers
 from lightning_distrec.strategies.data_parallel.activations import ActivationCheckpointing
-from lightning_distrec.strategies.estimates.dense_options import activation_budget
 from lightning_distrec.strategies.fully_sharded.fsdp_options import Dtype, FSDPOptions, make_mesh
 from lightning_distrec.strategies.fully_sharded.fully_sharded_module import FullyShardedModule
 from lightning_distrec.strategies.fully_sharded.shard_blocks import shard_module
@@ -39,8 +38,7 @@ class TunedFSDPStrategy(DistRecStrategy[Run]):
         reshard_after_forward: whether to free a block's parameters after forward, and gather them again for backward.
             "auto": for all blocks but the last.
         activation_checkpointing: layers that recompute their activations in backward instead of keeping them: true for
-            the blocks, or a list of class names and paths; "auto", or a size like "4GiB": as few of the layers that
-            repeat as it takes for activations to fit into 80 % of the rank's memory, or into the size.
+            the blocks, or a list of class names and paths.
         param_dtype: "fp32", "bf16" or "fp16": type in which parameters are gathered. None: the precision's. With
             precision="32-true", blocks compute in it: they cast their inputs to it, and their outputs back.
         reduce_dtype: type in which gradients are sent and summed. None: float32, or that of a true precision.
@@ -116,7 +114,6 @@ class TunedFSDPStrategy(DistRecStrategy[Run]):
         if run.is_fitting:
             optimizers = [*self.optimizers, *wrapped_optimizers(self)]  # the plugin may have replaced them
             run.buffers = sharded.begin_training(optimizers, consensus)
-            sharded.activations.usable_bytes = lambda: activation_budget(self, module, optimizers, self.world_size)
         self.begin_checkpoints(run)
 
     @override

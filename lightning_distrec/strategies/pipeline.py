@@ -16,7 +16,6 @@ from lightning_distrec import spans
 from lightning_distrec._compat.lightning import set_device_and_mesh
 from lightning_distrec.errors import ConfigError, DistRecError
 from lightning_distrec.gpu import is_gpu
-from lightning_distrec.strategies.estimates.idle_time import StageTimes, idle_share
 from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded
 from lightning_distrec.strategies.run.precision import clip_over_all_ranks
 from lightning_distrec.strategies.run.run import Run
@@ -121,8 +120,7 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
 
     def ideal_idle_share(self, num_microbatches: int) -> float:
         """Return the share of a step in which ranks wait for each other where all stages take the same time."""
-        times = StageTimes.equal(self.ranks.num_stages)
-        return idle_share(times, self.ranks.num_ranks, num_microbatches, self._stage_options.schedule)
+        return self._stage_options.idle_share(self.ranks.num_ranks, num_microbatches)
 
     @property
     @override

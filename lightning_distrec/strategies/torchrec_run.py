@@ -271,13 +271,7 @@ def dense_options(dense: str, fsdp: FSDPOptions | dict[str, Any] | None) -> FSDP
         raise ConfigError(f"dense={dense!r} is not known. Use 'ddp' or 'fsdp'.")
     if dense == "ddp" and fsdp is not None:
         raise ConfigError(f"fsdp={fsdp!r} is for dense='fsdp', and dense is 'ddp'. Set one of them.")
-    options = as_options("fsdp", FSDPOptions, fsdp) if dense == "fsdp" else None
-    if options is not None and options.activation_checkpointing == "auto":
-        raise ConfigError(
-            "fsdp: {activation_checkpointing: auto}: tables are planned before a step shows what activations take. Set "
-            "the size that they may take ('4GiB'), or name the layers."
-        )
-    return options
+    return as_options("fsdp", FSDPOptions, fsdp) if dense == "fsdp" else None
 
 
 def holds_shards(module: nn.Module | None) -> bool:

@@ -9,7 +9,7 @@ TREE = (
     ("... if activations are computed again?", "ddp_tuned", "activation_checkpointing: true"),
     ("Fits a rank, all weights sharded?", "fsdp_tuned", ""),
     ("A chain of blocks whose fullest stage fits?", "pipeline_parallel", ""),
-    ("Fits but for activations?", "fsdp_tuned, or ddp_tuned", "activation_checkpointing: auto"),
+    ("Fits but for activations?", "fsdp_tuned, or ddp_tuned", "activation_checkpointing: true"),
 )
 """Question, the strategy where the answer is yes, and its option; the next question where it is no."""
 ELSE = "more ranks"

@@ -1,4 +1,4 @@
-"""Times steps of `pipeline_parallel` against one process and `ddp_tuned`, and its bubble against ideal and estimate.
+"""Times steps of `pipeline_parallel` against one process and `ddp_tuned`, and its bubble against the ideal.
 
 OMP_NUM_THREADS=1 python -m tests.benchmarks.stages [PICTURE.svg]
 """
@@ -8,7 +8,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,10 +17,6 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_distrec import PipelineParallelStrategy, StageSchedule, TunedDDPStrategy
-from lightning_distrec.advice.strategy_advice import ChosenOptions, advise
-from lightning_distrec.strategies.estimates.module_sizes import Job
-from lightning_distrec.strategies.estimates.step_profile import StepProfile, profile_step
-from lightning_distrec.strategies.stages.chain import StageOptions
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
 from tests.support.trainers import DEFAULTS
 
@@ -97,17 +92,6 @@ CONTENDERS: dict[str, tuple[int, dict[str, Any] | None]] = {
 }
 
 
-def estimated(options: dict[str, Any], profile: StepProfile) -> float:
-    """Return the idle share that `advise` estimates."""
-    settings = SimpleNamespace(callbacks=[], accumulate_grad_batches=1, gradient_clip_val=None)
-    job = Job(num_ranks=2, num_nodes=1, memory_bytes=10**10)
-    chosen_options = ChosenOptions(stages=StageOptions(**options))
-    estimates = advise(Blocks(), job, settings, "cpu", profile, options=chosen_options).estimates
-    idle = next(estimate for estimate in estimates if estimate.strategy == "pipeline_parallel").idle
-    assert idle is not None
-    return idle
-
-
 def main(picture: str = "") -> None:
     """Print a row for each contender: the lowest of its rounds, and the median and the highest."""
     rounds = 3
@@ -118,18 +102,16 @@ def main(picture: str = "") -> None:
                 path = picture if picture and name.startswith("1f1b, 4") else str(Path(folder) / "schedule.svg")
                 fits_by_name[name].append(run_on_ranks(measured, num_ranks, options, path)[0])
     one_process_ms = min(fit["ms"] for fit in fits_by_name["one process"])
-    profile = profile_step(Blocks(), next(iter(_data(0, 1))), BATCH, "32-true", takes_times=True)
-    columns = ["", "ms per step", "against one process", "idle", "estimated", "ideal", "largest difference of a loss"]
-    print(f"| {' | '.join([*columns, 'weights of rank 0'])} |\n{'| --- ' * 8}|")
+    columns = ["", "ms per step", "against one process", "idle", "ideal", "largest difference of a loss"]
+    print(f"| {' | '.join([*columns, 'weights of rank 0'])} |\n{'| --- ' * 7}|")
     for name, fits in fits_by_name.items():
         times = [fit["ms"] for fit in fits]
         reference = fits_by_name["one process"][0]["losses"]
         far = max(abs(a - b) for fit in fits for a, b in zip(fit["losses"], reference, strict=True))
         bubbles = [fit["bubble"] for fit in fits if fit["bubble"] is not None]
-        options = CONTENDERS[name][1]
-        idle = "| |"
-        if options is not None:
-            idle = f"{statistics.median(bubbles):.1%} | {estimated(options, profile):.1%} | {fits[0]['ideal']:.1%}"
+        idle = "|"
+        if bubbles:
+            idle = f"{statistics.median(bubbles):.1%} | {fits[0]['ideal']:.1%}"
         ms = f"{min(times):.0f} ({statistics.median(times):.0f}, {max(times):.0f})"
         print(f"| {name} | {ms} | {one_process_ms / min(times):.2f} | {idle} | {far:.1e} | {fits[0]['mb']:.1f} MB |")
 

@@ -755,14 +755,6 @@ BREAKAGES = (
         "Batches of unequal size give other gradients than one device.",
         ("multiprocess/sharding/test_batch_sizes.py",),
     ),
-    Breakage(
-        "zero-send",
-        "lightning_distrec/optimizers",
-        r"parameter\.copy_\(value\.view\(parameter\.shape\)\)",
-        "pass",
-        "zero_optimizer=True: ranks keep old values of the parameters that others update.",
-        ("multiprocess/optimizers/test_zero_optimizer.py",),
-    ),
     # ---- strategies
     Breakage(
         "sparse-average",
@@ -1164,14 +1156,6 @@ BREAKAGES = (
         "operation.tag = 0",
         "A stage takes another stage's gradient for its input.",
         ("multiprocess/strategies/test_pipeline_parallel.py",),
-    ),
-    Breakage(
-        "advise-forgets-the-loss",
-        "lightning_distrec/strategies/estimates",
-        r"loss=around \+ times\.tail_backward",
-        "loss=0.0",
-        "The estimate of idle time leaves out what others wait for while the last stage computes the loss.",
-        ("unit/advice/test_idle_time.py",),
     ),
     Breakage(
         "communication-takes-gradients-for-outputs",

@@ -32,15 +32,11 @@ RankOf = Callable[[Tensor], int]
 
 
 class StateRanks(NamedTuple):
-    """Which ranks hold the optimizer state of a parameter, where not all do: by ZeRO, or by stages of a pipeline."""
+    """Which ranks hold the optimizer state of a parameter, where not all do: those of a pipeline's stages."""
 
     rank_of: RankOf
-    is_local: Callable[[Tensor], bool] | None = None
-    """Whether this rank does; None: only the one of `rank_of`."""
-
-    def hold(self, parameter: Tensor, rank: int) -> bool:
-        """Whether a rank, this one, holds a parameter's state."""
-        return self.rank_of(parameter) == rank if self.is_local is None else self.is_local(parameter)
+    is_local: Callable[[Tensor], bool]
+    """Whether this rank does."""
 
 
 class OptimizerStates:
@@ -199,7 +195,7 @@ class OptimizerStates:
                 table.load_fused(parameter, values)
                 return None
             return table.read_local(name, parameter, values, optimizer)
-        if self._state_ranks is not None and not self._state_ranks.hold(parameter, self._consensus.rank):
+        if self._state_ranks is not None and not self._state_ranks.is_local(parameter):
             return None
         return {key: materialized_as(value, parameter) for key, value in values.items()}
 

@@ -1,49 +1,35 @@
 """Activation checkpointing: layers save no activations for backward, which runs their forward again.
 
-`activation_checkpointing` names them, or asks for those that repeat; with a memory target, only as many recompute as it
-takes."""
+`activation_checkpointing` names them, or asks for those that repeat."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from difflib import get_close_matches
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from lightning_distrec._compat.torch import version_of
 from lightning_distrec._compat.torch_distributed import class_before_fully_shard
-from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.units import format_bytes, parse_bytes, quantity
 
 INDIVISIBLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 """They use the weights of their submodules without calling those."""
 
-ActivationCheckpointing = bool | str | list[str]
+ActivationCheckpointing = bool | list[str]
 OPTION = "activation_checkpointing"
 
 
 def check_option(option: Any) -> None:
     """Raise ConfigError: it is none of the values that `activation_checkpointing` takes."""
-    if isinstance(option, str) and option != "auto":
-        try:
-            parse_bytes(option, OPTION)
-        except ConfigError as error:
-            raise ConfigError(
-                f"{OPTION}={option!r}: must be true, false, 'auto', the memory that activations may take ('4GiB'), or "
-                f"a list of class names and of paths: [{option!r}]."
-            ) from error
-
-
-def target_bytes(option: ActivationCheckpointing) -> int | None:
-    """Return the memory that activations may take; None: as much as there is, for "auto"."""
-    return parse_bytes(option, OPTION) if isinstance(option, str) and option != "auto" else None
+    if not isinstance(option, (bool, list)):
+        raise ConfigError(
+            f"{OPTION}={option!r}: must be true, false, or a list of class names and of paths: [{option!r}]."
+        )
 
 
 def named_layers(module: nn.Module, names: Sequence[str], option: str) -> dict[str, nn.Module]:
@@ -200,99 +186,18 @@ def _restore_buffers(recorded: dict[BufferKey, Tensor]) -> Iterator[None]:
             setattr(submodule, name, buffer)
 
 
-T = TypeVar("T")
-NOTHING = nullcontext()
-Storages = dict[int, int]
-"""Address of a storage -> its bytes: several saved tensors may be views of one."""
-
-
 class CheckpointedLayers:
     """The layers of a module that recompute their activations, from a run's `setup` to its end.
 
-    With a target, the first training step checkpoints all and measures what each would keep; from the second on, the
-    last layers keep their activations, as many as fit: those of the first ones live longest.
-
-    usable_bytes: what "auto" may use, asked after the first step. blocks: path -> block of FSDP2; None: no FSDP2.
+    blocks: path -> block of FSDP2; None: no FSDP2.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        option: ActivationCheckpointing,
-        consensus: Consensus,
-        blocks: Mapping[str, nn.Module] | None = None,
+        self, module: nn.Module, option: ActivationCheckpointing, blocks: Mapping[str, nn.Module] | None = None
     ) -> None:
-        self._module = module
         self._layers = checkpointed_layers(module, option, blocks)
-        self._consensus = consensus
-        self._target = target_bytes(option)
-        self.usable_bytes: Callable[[], int] = lambda: 0
-        self._measures = isinstance(option, str)
-        """Whether it is still to be decided which layers recompute."""
-        self._bytes: dict[str, int] = {}
-        self._outside: Storages = {}
         self._forwards = {path: vars(layer).get("forward") for path, layer in self._layers.items()}
         checkpoint_activations(self._layers.values())
-        for path, layer in self._layers.items() if self._measures else ():
-            layer.forward = partial(self._measured, path, layer, layer.forward)
-
-    def __deepcopy__(self, memo: Any) -> "CheckpointedLayers":
-        return self  # copies of layers refer to it
-
-    @property
-    def checkpointed(self) -> list[str]:
-        """The paths of the layers that recompute."""
-        return [path for path, layer in self._layers.items() if is_checkpointed(layer)]
-
-    def step(self) -> AbstractContextManager[None]:
-        """Around the forward of a step of any kind. Collective before the second training step with a target."""
-        if not self._measures or not torch.is_grad_enabled():
-            return NOTHING
-        if self._outside:
-            self._decide()
-            return NOTHING
-        return self._first_step()
-
-    @contextmanager
-    def _first_step(self) -> Iterator[None]:
-        storages: Storages = {0: 0}
-        with _counting(storages, _addresses(self._module)):
-            yield
-        self._outside |= storages
-
-    def _decide(self) -> None:
-        """Collective. Let as many of the last layers keep their activations as fit."""
-        self._measures = False
-        target = self.usable_bytes() if self._target is None else self._target
-        paths, saved_bytes, num_saved = list(self._layers), sum(self._outside.values()), 0
-        for path in reversed(paths):
-            if saved_bytes + self._bytes.get(path, 0) > target:
-                break
-            saved_bytes += self._bytes.get(path, 0)
-            num_saved += 1
-        # The same on all ranks, because a layer may run collectives of its own each time that it is computed.
-        recomputed = paths[: len(paths) - self._consensus.all_reduce_min(num_saved)]
-        self.undo()
-        checkpoint_activations(self._layers[path] for path in recomputed)
-        names = f" ({recomputed[0]} to {recomputed[-1]})" if recomputed else ""
-        over = "" if saved_bytes <= target else ", which all layers together do not reach"
-        rank_zero_info(
-            f"activation checkpointing: {len(recomputed)} of {quantity(len(paths), 'layer')} recompute{names}. A step "
-            f"keeps about {format_bytes(saved_bytes)} of activations; the target is {format_bytes(target)}{over}."
-        )
-
-    def _measured(self, path: str, layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a layer's forward, which recomputes; the first time, measure before what it would keep."""
-        if torch.is_grad_enabled() and path not in self._bytes:
-            inputs = [tensor for tensor in [*args, *kwargs.values()] if isinstance(tensor, Tensor)]
-            input_storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in inputs}
-            self._outside |= input_storages
-            storages: Storages = {}
-            with _undone(layer, inputs), _counting(storages, _addresses(self._module) | input_storages.keys()):
-                outputs = forward.args[0](*args, **kwargs)  # type: ignore[attr-defined]
-            del outputs
-            self._bytes[path] = sum(storages.values())
-        return forward(*args, **kwargs)
 
     def undo(self) -> None:
         """Let the layers compute as they did before."""
@@ -300,30 +205,3 @@ class CheckpointedLayers:
             vars(layer).pop("forward", None)
             if (forward := self._forwards[path]) is not None:
                 layer.forward = forward
-
-
-@contextmanager
-def _undone(layer: nn.Module, inputs: list[Tensor]) -> Iterator[None]:
-    """Leave buffers and random numbers as they were before the context."""
-    devices = {tensor.device.index for tensor in inputs if tensor.device.type == "cuda"} - {None}
-    with torch.random.fork_rng(devices=devices), _restore_buffers(_buffers_of(layer)):
-        yield
-
-
-@contextmanager
-def _counting(storages: Storages, excluded: set[int]) -> Iterator[None]:
-    """Count the bytes that autograd saves inside, but for those at the excluded addresses."""
-
-    def pack(tensor: Tensor) -> Tensor:
-        if tensor.layout == torch.strided and (key := tensor.untyped_storage().data_ptr()) not in excluded:
-            storages[key] = tensor.untyped_storage().nbytes()
-        return tensor.detach()  # an output that its own node saves would keep that node, and itself, alive
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield
-
-
-def _addresses(module: nn.Module) -> set[int]:
-    """Return where parameters and buffers are now: gathered parameters move."""
-    tensors = [*module.parameters(), *module.buffers()]
-    return {t.untyped_storage().data_ptr() for t in tensors if type(t) in (Tensor, nn.Parameter)}

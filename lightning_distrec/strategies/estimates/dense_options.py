@@ -1,12 +1,9 @@
-"""Options of ddp_tuned and fsdp_tuned that change what they need, and what is left for activations under them."""
+"""Options of ddp_tuned and fsdp_tuned that change what they need."""
 
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from lightning_distrec.errors import DistRecError
 from lightning_distrec.strategies.data_parallel.activations import (
@@ -17,23 +14,9 @@ from lightning_distrec.strategies.data_parallel.activations import (
 from lightning_distrec.strategies.data_parallel.gradient_exchange import CommDtype, PowerSGDOptions
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fully_sharded.shard_blocks import choose_blocks
-from lightning_distrec.strategies.run.strategy import DistRecStrategy
 
 MAX_MEMORY_SHARE = 0.8
 """Share of a rank's memory that is used; the rest is for libraries, allocators, buckets and batches."""
-
-
-def activation_budget(
-    strategy: "DistRecStrategy[Any]", module: nn.Module, optimizers: Iterable[Optimizer], shares: int
-) -> int:
-    """Return the bytes that parameters, gradients and optimizer state, which `shares` ranks share, leave."""
-    # Here, because they import torchrec, which runs without tables do not need.
-    from lightning_distrec.sharding.planning.topology import memory_bytes_per_rank
-    from lightning_distrec.strategies.estimates.module_sizes import dense_bytes
-
-    memory = memory_bytes_per_rank(strategy.root_device, strategy.num_local_ranks, None)
-    precision = str(strategy.precision_plugin.precision)
-    return max(0, int(MAX_MEMORY_SHARE * memory) - dense_bytes(module, (), optimizers, precision, shares))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import torch
 
 from lightning_distrec.errors import DistRecError
-from lightning_distrec.strategies.data_parallel.activations import ActivationCheckpointing, target_bytes
+from lightning_distrec.strategies.data_parallel.activations import ActivationCheckpointing
 from lightning_distrec.strategies.data_parallel.gradient_exchange import sent_numbers
-from lightning_distrec.strategies.estimates.dense_options import MAX_MEMORY_SHARE, DenseOptions
+from lightning_distrec.strategies.estimates.dense_options import DenseOptions
 from lightning_distrec.strategies.estimates.module_sizes import Job, ModuleSizes, ParameterSize
 from lightning_distrec.strategies.estimates.step_profile import StepProfile
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions, choose_dtypes, num_replicas
@@ -193,12 +193,6 @@ def _completed(
         memory["activations"] = float(profile.activation_bytes)
     if checkpointing and profile.saved is not None:
         layers = sizes.recomputed.get(estimate.strategy, [])
-        if isinstance(checkpointing, str):
-            target = target_bytes(checkpointing)
-            if target is None:
-                fixed = sum(bytes_ for use, bytes_ in memory.items() if use != "activations")
-                target = int(MAX_MEMORY_SHARE * job.memory_bytes - fixed)
-            layers = profile.saved.last_that_fit(layers, target)
         memory["activations"] = float(profile.saved.retained_bytes(layers))
         # Backward computes one layer again at a time, so that the largest counts.
         memory["recomputed"] = float(max(map(profile.saved.layer_bytes, layers), default=0))

@@ -2,8 +2,8 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -13,10 +13,28 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_distrec.sharding.proxies import FEATURE
-from lightning_distrec.strategies.estimates.idle_time import BlockMoments, time_steps, watch_modules
 from lightning_distrec.units import describe_error
 
 Layers = frozenset[str]
+Enter = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
+Leave = Callable[[str, tuple[Any, ...], Any], None]
+
+
+@contextmanager
+def watch_modules(modules: Mapping[str, nn.Module], enter: Enter | None, leave: Leave) -> Iterator[None]:
+    """Call enter(path, args, kwargs) before each module's forward inside, and leave(path, args, output) after it."""
+    with ExitStack() as hooks:
+        for path, module in modules.items():
+            # The path as a default, since a closure in a loop would see the last one. A hook that returns None changes
+            # neither arguments nor output.
+            if enter is not None:
+                handle = module.register_forward_pre_hook(
+                    lambda _, args, kwargs, path=path: enter(path, args, kwargs), with_kwargs=True
+                )
+                hooks.callback(handle.remove)
+            handle = module.register_forward_hook(lambda _, args, output, path=path: leave(path, args, output))
+            hooks.callback(handle.remove)
+        yield
 
 
 @dataclass
@@ -67,13 +85,6 @@ class SavedActivations:
             else:
                 tail += self.bytes_of[key]
         return head, tail
-
-    def last_that_fit(self, paths: list[str], target: int) -> list[str]:
-        """Return the layers that are left to compute again where as many of the last ones keep theirs as fit."""
-        for number in range(len(paths) + 1):
-            if self.retained_bytes(paths[:number]) <= target:
-                return paths[:number]
-        return paths
 
 
 @contextmanager
@@ -157,8 +168,6 @@ class StepProfile:
     """Path of a module with tables -> feature -> integers that are sent: ids, and the length of each bag."""
     blocks: BlockProfile | None = None
     """Of the blocks of containers; None: no step was run."""
-    times: list[BlockMoments] = field(default_factory=list)
-    """When blocks of containers begin and end in a few steps."""
     notes: tuple[str, ...] = ()
     """What could not be measured, and why."""
 
@@ -168,20 +177,18 @@ def profile_step(
     batch: Any,
     batch_size: int | None,
     precision: str,
-    takes_times: bool = False,
     layers: Mapping[str, nn.Module] = MappingProxyType({}),
 ) -> StepProfile:
     """Run a training step with this batch and return what it keeps for its backward and looks up; drop its gradients.
 
-    The step runs on the module itself: its buffers may change. takes_times: whether it runs a few times more, to time
-    blocks. layers: those that may compute their activations again, by path.
+    The step runs on the module itself: its buffers may change. layers: those that may compute their activations again,
+    by path.
     """
     if any(parameter.is_meta for parameter in module.parameters()):
         return StepProfile(batch_size=batch_size, notes=("activations are left out: the module is on the meta device",))
     lookups: dict[str, Counter[str]] = {}
     batch_sizes: list[int] = []
     blocks = BlockProfile()
-    times: list[BlockMoments] = []
     # bfloat16 for 16-mixed too, which Lightning does not run on a CPU: activations take the same bytes.
     autocast = torch.autocast(module.device.type, torch.bfloat16) if precision.endswith("-mixed") else nullcontext()
     try:
@@ -199,10 +206,6 @@ def profile_step(
             activation_bytes = saved.retained_bytes()
             if isinstance(loss, Tensor):
                 loss.backward()
-        if takes_times:
-            with autocast, warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                times = time_steps(module, numbered_blocks(module), lambda: module.training_step(batch, 0))
     except Exception as error:
         reason = describe_error(error)
         note = f"activations are left out: training_step failed on a batch without a Trainer ({reason})"
@@ -217,7 +220,6 @@ def profile_step(
         saved=saved,
         lookups=lookups,
         blocks=blocks,
-        times=times,
     )
 
 

@@ -42,7 +42,7 @@ class FSDPOptions:
     reshard_after_forward: ReshardAfterForward = "auto"
     """Whether to free a block's parameters after forward, and gather them again; "auto": for all but the last."""
     activation_checkpointing: ActivationCheckpointing = False
-    """Layers that recompute their activations in backward: true (the blocks), names and paths, "auto", or a size."""
+    """Layers that recompute their activations in backward: true (the blocks), or names and paths."""
     param_dtype: Dtype | None = None
     """Type in which parameters are gathered. None: the precision's. With "32-true", blocks compute in it."""
     reduce_dtype: Dtype | None = None

@@ -47,7 +47,7 @@ class FullyShardedModule(ReplicatedLayers):
         blocks: dict[str, Any] = {
             p: block for p, block in module.named_modules() if p and isinstance(block, FSDPModule)
         }
-        self.activations = CheckpointedLayers(module, options.activation_checkpointing, consensus, blocks)
+        self.activations = CheckpointedLayers(module, options.activation_checkpointing, blocks)
         self._replicated = [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
         self._gathered: list[Tensor] = []
         """The gathered forms of weights, which torch makes once, when they are gathered for the first time."""
@@ -98,7 +98,7 @@ class FullyShardedModule(ReplicatedLayers):
         versions = versions_of(self._gathered)
         modules_in_step.add(self._module)
         try:
-            with explained_errors(self._module), self.activations.step():
+            with explained_errors(self._module):
                 yield
         finally:
             modules_in_step.discard(self._module)

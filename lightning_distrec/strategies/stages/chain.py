@@ -3,6 +3,7 @@
 Used in set-up, by `placement.py`, and by `advise`, which estimates stages without any ranks.
 """
 
+import inspect
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
@@ -19,11 +21,21 @@ from torch.optim import Optimizer
 
 from lightning_distrec.cluster.consensus import Consensus, RankFlags
 from lightning_distrec.errors import ConfigError, OptimizerError, UnsupportedError, did_you_mean
-from lightning_distrec.optimizers.zero_partition import PARTITIONED, updates_by_parameter
 from lightning_distrec.option_values import check_choice, plain_fields
 from lightning_distrec.strategies.data_parallel.gradient_exchange import sparse_weights
 from lightning_distrec.strategies.fully_sharded.shard_blocks import refuse_lazy
 from lightning_distrec.strategies.fully_sharded.shards import refuse_stale
+
+# By name: older versions of torch lack some of them.
+UPDATE_BY_PARAMETER = tuple(
+    getattr(torch.optim, name)
+    for name in (
+        *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop"),
+        *("Rprop", "SGD"),
+    )
+    if hasattr(torch.optim, name)
+)
+"""Optimizers that update each parameter from its own gradient and state alone."""
 
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b"]
 Split = Literal["parameters"] | list[str]
@@ -66,6 +78,28 @@ class StageOptions:
         # round has as many as ranks. Source: torch's ScheduleInterleaved1F1B.
         numbers = [n for n in range(1, min(self.microbatches, batch_size) + 1) if batch_size % n == 0]
         return max(n for n in numbers if self.stages_per_rank == 1 or n % max(1, n // num_ranks) == 0)
+
+    def idle_share(self, num_ranks: int, num_parts: int) -> float:
+        """Return the share of a step in which ranks wait for each other, where all stages take the same time.
+
+        Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", section 2.2.
+        """
+        return (num_ranks - 1) / (self.stages_per_rank * num_parts + num_ranks - 1)
+
+    def forwards_in_flight(self, rank: int, num_ranks: int, num_parts: int) -> int:
+        """Return how many forwards of a micro-batch in a stage a rank keeps at once for their backwards.
+
+        Source: the warm-ups of torch's schedules, torch/distributed/pipelining/schedules.py.
+        """
+        all_forwards = self.stages_per_rank * num_parts
+        later_ranks = num_ranks - rank - 1
+        # 1F1B of fewer micro-batches than ranks is computed as GPipe.
+        if self.schedule == "gpipe" or (self.schedule == "1f1b" and num_parts < num_ranks):
+            return all_forwards
+        if self.schedule == "1f1b":
+            return later_ranks + 1
+        warm_up = (self.stages_per_rank - 1) * num_ranks + 2 * later_ranks
+        return min(all_forwards, warm_up + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,10 +374,17 @@ def refuse_run(trainer: Trainer, module: LightningModule) -> None:
 def refuse_optimizers(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
     """Raise OptimizerError: an optimizer needs more than each parameter's own gradient, or holds others' parameters."""
     for optimizer in optimizers:
-        if not updates_by_parameter(optimizer):
-            names = ", ".join(optimizer_type.__name__ for optimizer_type in PARTITIONED)
+        if not _updates_by_parameter(optimizer):
+            names = ", ".join(optimizer_type.__name__ for optimizer_type in UPDATE_BY_PARAMETER)
             raise OptimizerError(
                 f"pipeline_parallel: {type(optimizer).__name__} is not known to update each parameter from its own "
                 f"gradient alone, and a rank has those of its stage. Use one of {names}."
             )
     refuse_stale(optimizers, module, OptimizerError)
+
+
+def _updates_by_parameter(optimizer: Optimizer) -> bool:
+    # torch wraps `step` of each class once more, for its hooks and profiler.
+    step = inspect.unwrap(type(optimizer).step)
+    is_known = step in [inspect.unwrap(kind.step) for kind in UPDATE_BY_PARAMETER]
+    return is_known or not optimizer.param_groups  # Lightning has one without groups where there is no optimizer

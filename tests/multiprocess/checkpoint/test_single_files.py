@@ -29,7 +29,6 @@ STEPS = 4
 KINDS: dict[str, tuple[type, dict[str, Any]]] = {
     "torchrec": (TorchRecShardedStrategy, {"convert_embeddings": "all"}),
     "ddp": (TunedDDPStrategy, {}),
-    "zero": (TunedDDPStrategy, {"zero_optimizer": True}),
     "fsdp": (TunedFSDPStrategy, {"min_num_parameters": 1}),
 }
 

@@ -1,26 +1,21 @@
 """Layers that recompute their activations: bitwise the same numbers, and less memory."""
 
-import re
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_distrec import TorchRecShardedStrategy, TunedDDPStrategy, TunedFSDPStrategy
+from lightning_distrec import TunedDDPStrategy, TunedFSDPStrategy
 from lightning_distrec.advice.strategy_advice import ChosenOptions, advise
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.strategies.data_parallel import activations as layers
 from lightning_distrec.strategies.estimates.dense_options import DenseOptions, watched_layers
 from lightning_distrec.strategies.estimates.module_sizes import Job
 from lightning_distrec.strategies.estimates.step_profile import profile_step
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
-from lightning_distrec.units import parse_bytes
 from tests.support.dense_models import WIDTH, Recording, loader
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.trainers import DEFAULTS
@@ -66,13 +61,11 @@ def _fit(strategy: Any, kind: type[Deep] = Deep, **settings: Any) -> dict[str, A
     model = kind()
     forwards = [vars(layer).get("forward") for layer in model.layers]
     trainer = pl.Trainer(strategy=strategy, devices=num_ranks, **DEFAULTS | settings)
-    messages: list[str] = []
-    with patch.object(layers, "rank_zero_info", messages.append):
-        trainer.fit(model, loader(rank, num_ranks, batch_size=8))
+    trainer.fit(model, loader(rank, num_ranks, batch_size=8))
     assert [vars(layer).get("forward") for layer in model.layers] == forwards, "layers are as before"
     weights = model.state_dict() if isinstance(strategy, TunedDDPStrategy) else trainer.strategy.full_state_dict()
     weights = {name: value.clone() for name, value in weights.items()}
-    return {"losses": model.losses, "weights": weights, "kept": model.kept, "messages": messages}
+    return {"losses": model.losses, "weights": weights, "kept": model.kept}
 
 
 def _ddp(option: Any, **settings: Any) -> dict[str, Any]:
@@ -81,16 +74,6 @@ def _ddp(option: Any, **settings: Any) -> dict[str, Any]:
 
 def _fsdp(option: Any) -> dict[str, Any]:
     return _fit(TunedFSDPStrategy(wrap=["Layer"], activation_checkpointing=option))
-
-
-def _target(share: float) -> dict[str, Any]:
-    """Train with a target of this share of what a step without checkpointing keeps."""
-    return _ddp(f"{int(share * _ddp(False)['kept'][1])}B")
-
-
-def _averaged() -> list[str]:
-    averages = EMAWeightAveraging(decay=0.9)
-    return _fit(TunedDDPStrategy(activation_checkpointing="auto"), callbacks=[averages])["messages"]
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -127,13 +110,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     "ddp, all": (_ddp, True),
     "ddp, by class": (_ddp, ["Layer"]),
     "ddp, by path": (_ddp, ["layers.0", "layers.3"]),
-    "ddp, auto": (_ddp, "auto"),
-    "ddp, half": (_target, 0.6),
-    "ddp, nothing": (_ddp, "1B"),
     "fsdp": (_fsdp, False),
     "fsdp, all": (_fsdp, True),
-    "fsdp, nothing": (_fsdp, "1B"),
-    "averaged": (_averaged,),
 }
 
 
@@ -154,28 +132,10 @@ def test_recomputing_changes_no_bit(actual: list[dict[str, Any]], case: str) -> 
 
 def test_recomputing_layers_keep_less(actual: list[dict[str, Any]]) -> None:
     for rank_result in actual:
-        retained = {case: rank_result[case]["kept"] for case in CASES if case != "averaged"}
+        retained = {case: rank_result[case]["kept"] for case in CASES}
         assert retained["ddp, all"][1] < 0.35 * retained["ddp"][1]
         assert retained["ddp, all"][1] < retained["ddp, by path"][1] < retained["ddp"][1]
-        assert retained["ddp, nothing"] == pytest.approx(retained["ddp, all"], rel=0.15), "in the first step too"
         assert retained["fsdp, all"][1] < retained["fsdp"][1]
-
-
-def test_as_few_layers_recompute_as_it_takes_to_reach_a_target(actual: list[dict[str, Any]]) -> None:
-    for rank_result in actual:
-        whole, half, auto = (rank_result[case]["kept"] for case in ("ddp", "ddp, half", "ddp, auto"))
-        assert half[1] <= 0.6 * whole[1] < half[1] + whole[1] / NUM_LAYERS
-        assert half[0] == pytest.approx(rank_result["ddp, all"]["kept"][0], rel=0.15), "the first step recomputes all"
-        assert auto[1] == pytest.approx(whole[1], rel=0.05)
-    (message,) = actual[0]["ddp, half"]["messages"]
-    assert re.match(r"activation checkpointing: 2 of 4 layers recompute .layers.0 to layers.1.\. A step keeps", message)
-    size = re.search(r"about (\S+ \S+) of", message)
-    assert size is not None
-    assert parse_bytes(size[1], "kept") == pytest.approx(actual[0]["ddp, half"]["kept"][1], rel=0.1)
-    (message,) = actual[0]["ddp, nothing"]["messages"]
-    assert "4 of 4 layers recompute" in message
-    assert message.endswith("the target is 1 B, which all layers together do not reach.")
-    assert "0 of 4 layers recompute. A step" in actual[0]["averaged"][0]
 
 
 @pytest.mark.parametrize(
@@ -184,8 +144,6 @@ def test_as_few_layers_recompute_as_it_takes_to_reach_a_target(actual: list[dict
         ("ddp", DenseOptions()),
         ("ddp, all", DenseOptions(ddp_checkpointing=True)),
         ("ddp, by path", DenseOptions(ddp_checkpointing=["layers.0", "layers.3"])),
-        ("ddp, auto", DenseOptions(ddp_checkpointing="auto")),
-        ("ddp, nothing", DenseOptions(ddp_checkpointing="1B")),
         ("fsdp, all", DenseOptions(fsdp=FSDPOptions(wrap=["Layer"], activation_checkpointing=True))),
     ],
 )
@@ -198,14 +156,8 @@ def test_what_remains_is_estimated(actual: list[dict[str, Any]], case: str, opti
         assert spared == pytest.approx(whole - retained, rel=0.1, abs=states + 1000)
     else:
         assert memory["activations"] == pytest.approx(retained, rel=0.1, abs=states + 1000)
-    if case in ("ddp, all", "ddp, nothing"):
+    if case == "ddp, all":
         assert memory["recomputed"] == pytest.approx((whole - retained) / NUM_LAYERS, rel=0.1)
-
-
-def test_what_remains_below_a_target_is_estimated(actual: list[dict[str, Any]]) -> None:
-    whole = actual[0]["ddp"]["kept"][1]
-    memory = _memory("ddp", DenseOptions(ddp_checkpointing=f"{int(0.6 * whole)}B"))
-    assert memory["activations"] == pytest.approx(actual[0]["ddp, half"]["kept"][1], rel=0.1)
 
 
 def _memory(case: str, options: DenseOptions) -> dict[str, float]:
@@ -230,5 +182,3 @@ def test_what_the_option_cannot_be() -> None:
     for strategy in (TunedDDPStrategy, TunedFSDPStrategy):
         with pytest.raises(ConfigError, match=r"activation_checkpointing='Layer': must be .* a list .*\['Layer'\]"):
             strategy(activation_checkpointing="Layer")
-    with pytest.raises(ConfigError, match="fsdp: {activation_checkpointing: auto}: tables are planned before a step"):
-        TorchRecShardedStrategy(dense="fsdp", fsdp={"activation_checkpointing": "auto"})

@@ -38,10 +38,8 @@ class Blocks(Recording):
 
 CASES: dict[str, tuple[str, dict[str, Any], float]] = {
     "ddp, layers recompute": ("ddp", {"activation_checkpointing": ["blocks.0", "blocks.2"]}, 1e-5),
-    "ddp, layers recompute where it takes": ("ddp", {"activation_checkpointing": "1kB"}, 1e-5),
     "ddp, gradients in bf16": ("ddp", {"comm_dtype": "bf16"}, 2e-2),
     "fsdp, blocks recompute": ("fsdp", SMALL | {"activation_checkpointing": True}, 1e-5),
-    "fsdp, blocks recompute where it takes": ("fsdp", SMALL | {"activation_checkpointing": "1kB"}, 1e-5),
     "fsdp, two replicas that recompute": ("fsdp", SMALL | {"activation_checkpointing": True, "replicas": 2}, 1e-5),
     "fsdp, blocks in bf16": ("fsdp", SMALL | {"param_dtype": "bf16"}, 2e-2),
     "fsdp, two replicas, gradients in bf16": ("fsdp", SMALL | {"replicas": 2, "reduce_dtype": "bf16"}, 2e-2),

@@ -248,7 +248,7 @@ def test_stages_are_estimated_where_a_chain_is_split() -> None:
     assert stages.memory["activations"] < row(advice, "ddp_tuned").memory["activations"]
     # The second of four stages: 384 numbers for each example on, and the gradients of 512 back.
     assert stages.sent == {"stage outputs": 16 * 512 * 4, "stage gradients": 16 * 512 * 4, "dense gradients": 0}
-    assert "(gpipe): ranks idle 43% of a step with stages of equal times" in advice.notes[-1]  # 3 / (4 + 3)
+    assert "(gpipe): ranks idle 43% of a step where stages take equal times" in advice.notes[-1]  # 3 / (4 + 3)
     replicas = advise_on(module, profile, num_ranks=8)
     assert "4 stages (stages: 4)" in replicas.notes[-1]
     assert row(replicas, "pipeline_parallel").sent["dense gradients"] == stages.memory["parameters"]
@@ -292,7 +292,7 @@ def test_activations_that_do_not_fit_are_to_be_computed_again() -> None:
     assert "cannot be split into 5 stages" in row(advice, "pipeline_parallel").refused
     assert advice.strategy == "fsdp_tuned"
     assert advice.reason.endswith(
-        "activations are 953.7 MiB of it: compute them again in backward (activation_checkpointing: auto)"
+        "activations are 953.7 MiB of it: compute them again in backward (activation_checkpointing: true)"
     )
 
 

@@ -1,47 +1,52 @@
-"""The replay of torch's schedules has the idle time of the formula where stages are equal."""
+"""What a pipeline keeps for backward, and how long its ranks idle, is that of a replay of torch's own schedules."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from lightning_distrec.strategies.estimates.idle_time import (
-    ChainTimes,
-    StageTimes,
-    idle_share,
-    order_actions,
-    peak_activation_bytes,
-    stage_times,
-)
+from lightning_distrec.strategies.stages.chain import StageOptions
 
-SIZES = [("gpipe", 3, 3, 5), ("1f1b", 4, 4, 8), ("1f1b", 3, 3, 3), ("interleaved_1f1b", 2, 4, 4)]
-SIZES += [("interleaved_1f1b", 4, 12, 8)]
+SIZES = [("gpipe", 3, 1, 5), ("1f1b", 4, 1, 8), ("1f1b", 3, 1, 3), ("interleaved_1f1b", 2, 2, 4)]
+SIZES += [("interleaved_1f1b", 4, 3, 8)]
 
 
-@pytest.mark.parametrize(("schedule", "num_ranks", "num_stages", "num"), SIZES)
-def test_equal_stages_idle_as_the_formula_says(schedule: Any, num_ranks: int, num_stages: int, num: int) -> None:
-    """Narayanan et al. 2021, section 2.2: idle to useful time is (ranks - 1) / (stages per rank * micro-batches)."""
-    ideal = (num_ranks - 1) / (num_stages // num_ranks * num + num_ranks - 1)
-    times = StageTimes(forward=[1.0] * num_stages, backward=[2.0] * num_stages)
-    assert idle_share(times, num_ranks, num, schedule) == pytest.approx(ideal)
-    assert idle_share(StageTimes.equal(num_stages), num_ranks, num, schedule) == pytest.approx(ideal)
+def _order(schedule: str, num_ranks: int, stages_per_rank: int, num_parts: int) -> list[list[Any]]:
+    """Return what each rank computes, in order; None where it waits. Source: torch's schedules, which read numbers."""
+    numbers: Any = SimpleNamespace(
+        _n_microbatches=num_parts,
+        _num_stages=num_ranks * stages_per_rank,
+        pp_group_size=num_ranks,
+        n_local_stages=stages_per_rank,
+        microbatches_per_round=num_parts // max(1, num_parts // num_ranks),
+    )
+    if schedule == "interleaved_1f1b":
+        calculate = ScheduleInterleaved1F1B._calculate_single_rank_operations
+        return [calculate(numbers, rank) for rank in range(num_ranks)]
+    kind: Any = ScheduleGPipe if schedule == "gpipe" else Schedule1F1B
+    order = kind._get_pipeline_order(numbers)
+    return [order[rank] for rank in range(num_ranks)]
 
 
-def test_a_loss_of_the_whole_batch_lets_the_other_rank_wait() -> None:
-    chain = ChainTimes(forward=[4.0, 4.0], backward=[8.0, 8.0], head=1.0, tail=2.0, tail_backward=3.0)
-    times = stage_times(chain, (0, 1), 4, "gpipe")
-    assert (times.forward, times.backward, times.loss) == ([1.0, 1.0], [2.0, 2.0], 6.0)
-    assert idle_share(times, 2, 4, "gpipe") == pytest.approx(1 - (24 + 6) / (2 * (15 + 6)))
-    microbatch_times = stage_times(chain, (0, 1), 4, "1f1b")
-    assert microbatch_times == StageTimes(forward=[1.0, 1.75], backward=[2.0, 2.75])
-    assert idle_share(times, 2, 4, "gpipe", host_seconds=0.5) > idle_share(times, 2, 4, "gpipe")
+@pytest.mark.parametrize(("schedule", "num_ranks", "stages_per_rank", "num_parts"), SIZES)
+def test_ranks_keep_as_many_forwards_as_torchs_schedules(
+    schedule: Any, num_ranks: int, stages_per_rank: int, num_parts: int
+) -> None:
+    options = StageOptions(schedule=schedule, stages_per_rank=stages_per_rank, microbatches=num_parts)
+    for rank, operations in enumerate(_order(schedule, num_ranks, stages_per_rank, num_parts)):
+        held = most = 0
+        for operation in filter(None, operations):
+            held += {"FORWARD": 1, "FULL_BACKWARD": -1}.get(operation.computation_type.name, 0)
+            most = max(most, held)
+        assert options.forwards_in_flight(rank, num_ranks, num_parts) == most
 
 
-def test_1f1b_keeps_less_than_all_forwards() -> None:
-    stage_bytes = {0: 80.0, 1: 80.0}
-    for schedule, rank, most in (("gpipe", 0, 80), ("1f1b", 0, 20), ("1f1b", 1, 10)):
-        actions = order_actions(schedule, 2, 2, 8)[rank]  # type: ignore[arg-type]
-        assert peak_activation_bytes(actions, stage_bytes) == pytest.approx(most)
+def test_equal_stages_idle_as_the_formula_says() -> None:
+    assert StageOptions(microbatches=4).idle_share(4, 4) == pytest.approx(3 / 7)
+    interleaved = StageOptions(schedule="interleaved_1f1b", stages_per_rank=2, microbatches=8)
+    assert interleaved.idle_share(2, 8) == pytest.approx(1 / 17)
 
 
-def test_1f1b_of_few_micro_batches_is_computed_as_gpipe() -> None:
-    assert order_actions("1f1b", 4, 4, 2) == order_actions("gpipe", 4, 4, 2)
+def test_1f1b_of_few_micro_batches_keeps_all_forwards() -> None:
+    assert StageOptions(schedule="1f1b").forwards_in_flight(0, 4, 2) == 2
