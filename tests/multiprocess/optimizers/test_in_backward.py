@@ -133,10 +133,19 @@ class InSetUp(Late):
 
 
 class InConfigureModel(Late):
+    """Builds its tables in configure_model, where they have no rows yet."""
+
+    kinds = (ADAM, ROW_WISE, ADAGRAD)
     hook = "configure_model"
 
     def __init__(self) -> None:
         super().__init__(meta=True)
+
+    def configure_model(self) -> None:
+        if self.ebc is None:
+            super().configure_model()
+            for weight in self.ebc.parameters():
+                torch.nn.init.constant_(weight, 0.5)
 
 
 class InConfigureOptimizers(Late):
@@ -292,6 +301,8 @@ CASES = {
     "Adam, by columns": Case(Adam, {"tables": SHARDINGS}),
     "another over everything": Case(AllInOptimizer, fused="fused"),
     "setup": Case(InSetUp, fused="fused"),
+    "configure_model": Case(InConfigureModel),
+    "configure_model, replicated": Case(InConfigureModel, {"tables": {"wide": {"replicated": True}}}),
     "configure_optimizers": Case(InConfigureOptimizers, fused="fused"),
     "rates": Case(Rates),
     "rates, by columns": Case(Rates, {"tables": {"wide": SHARDINGS["wide"]}}),
@@ -333,7 +344,9 @@ def results() -> dict[str, Any]:
 @pytest.mark.parametrize("name", CASES)
 def test_tables_train_as_in_one_process(results: dict[str, Any], name: str) -> None:
     expected = _fit_in_one_process(CASES[name], 2)
-    before = seeded(CASES[name].model).state_dict()
+    model = seeded(CASES[name].model)
+    model.configure_model()
+    before = model.state_dict()
     assert largest_difference(expected, before)["tables"] > 1e-3
     state, reasons = results[name]
     assert max(largest_difference(state, expected).values()) < 1e-6
