@@ -145,7 +145,7 @@ def makes_parameter(frame: Any) -> bool:
 
 def makes_state_in_backward(frame: Any) -> bool:
     """Return whether `apply_optimizer_in_backward` constructs an optimizer in this frame, by the class that it has."""
-    # Others are not known by their weight, and could not be made anew with the weight's rows.
+    # Others are not known by their weight, and could not be made again with the weight's rows.
     frame = _without_modes(frame)
     caller = None if frame is None else frame.f_back
     upstream = "torch.distributed.optim.apply_optimizer_in_backward"

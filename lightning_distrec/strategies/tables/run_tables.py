@@ -23,7 +23,7 @@ from lightning_distrec.optimizers.step_hooks import (
     zero_with,
 )
 from lightning_distrec.optimizers.torchrec_optimizers import InBackwardSteps, members_of
-from lightning_distrec.optimizers.translation import ELEMENTWISE, LearningRates, TableUpdate, sparse_form
+from lightning_distrec.optimizers.translation import ELEMENTWISE, LearningRates, TableUpdate, can_sum_rows, sparse_form
 from lightning_distrec.optimizers.updates_in_backward import BackwardWatch, CollectionWatch, ManualWatch
 from lightning_distrec.ranks import Ranks
 from lightning_distrec.sharding.lookup.sharded_lookup import ShardedLookup
@@ -74,7 +74,7 @@ class Unfreezing:
         sharding = self._shards.plan[name]
         kind = type(param_group.optimizer)
         has_dense_form = kind in ELEMENTWISE or (kind is RowWiseAdagrad and "column" not in sharding.sharding_type)
-        sparse, obstacle = sparse_form(param_group)
+        sparse, obstacle = sparse_form(param_group, can_sum_rows(shard.weight.dtype, shard.weight.device.type))
         if (sparse is None and not has_dense_form) or sharding.compute_kernel.startswith("fused_uvm"):
             reason = obstacle or f"its kernel is {sharding.compute_kernel}, whose rows an optimizer cannot reach"
             raise OptimizerError(

@@ -29,7 +29,14 @@ from lightning_distrec.errors import OptimizerError, ShardingError
 from lightning_distrec.gpu import require_kernels
 from lightning_distrec.optimizers.param_groups import replace_parameters, rewrite_groups
 from lightning_distrec.optimizers.torchrec_optimizers import members_of
-from lightning_distrec.optimizers.translation import NO_UPDATE, LearningRates, TableUpdate, frozen, sparse_form
+from lightning_distrec.optimizers.translation import (
+    NO_UPDATE,
+    LearningRates,
+    TableUpdate,
+    can_sum_rows,
+    frozen,
+    sparse_form,
+)
 from lightning_distrec.sharding.initial_weights import TableShard
 from lightning_distrec.sharding.lookup.lookup_setup import LookupSetup, TableUse
 from lightning_distrec.sharding.lookup.sharded_lookup import ShardedLookup
@@ -220,7 +227,11 @@ def _shard(
     # In-backward optimizers step in every backward in one process too.
     shards.fused_tables = [n for n, update in updates.items() if update.in_backward and n not in decisions.in_backward]
     shards.fill_optimizer_state({name: u.initial_state for name, u in updates.items() if u.in_backward})
-    rows_only = {name: _rows_only(update) for name, update in updates.items() if not update.in_backward}
+    rows_only = {
+        name: _rows_only(update, can_sum_rows(unsharded[name].dtype, inputs.device.type))
+        for name, update in updates.items()
+        if not update.in_backward
+    }
     shards.keep_gradients(rows_only)
     # Only now do the user's optimizers hold shards: configure_optimizers ran on the unsharded parameters, since after
     # sharding their order and number would be others. Fused tables leave the groups, FBGEMM updates them.
@@ -255,10 +266,10 @@ def _connect(inputs: SetUpInputs, run_tables: RunTables, decisions: Decisions) -
             shard.weight.register_post_accumulate_grad_hook(partial(_refuse_direct_gradient, name))
 
 
-def _rows_only(update: TableUpdate) -> bool:
+def _rows_only(update: TableUpdate, sums_rows: bool) -> bool:
     """Whether gradients hold touched rows only; those of a frozen table suit its optimizer, if it is unfrozen later."""
     if update.kind == "frozen" and update.param_group is not None:
-        return sparse_form(update.param_group)[0] is not None
+        return sparse_form(update.param_group, sums_rows)[0] is not None
     return update.kind != "dense"
 
 
