@@ -199,6 +199,11 @@ class InBackwardSteps:
             mark_in_backward(shard, twin)
             self._copies.append((name, twin, optimizer))
 
+    def step_shards(self, name: str, shards: list[nn.Parameter]) -> None:
+        """Step a table's optimizer on its shards, which FBGEMM has updated so far."""
+        if name in self.optimizers:
+            self._stepping.append((shards, self.optimizers[name]))
+
     def check(self) -> None:
         """Raise OptimizerError: equal optimizers have got other settings, or a backward was not seen."""
         for name, twin, optimizer in self._copies:

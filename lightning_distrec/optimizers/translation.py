@@ -105,6 +105,8 @@ class TableUpdate:
     """FBGEMM's, where it updates the table; the learning rate is the one at the start."""
     initial_state: float = 0.0
     """Value that the optimizer's state starts from."""
+    is_asked_for: bool = False
+    """Whether `embedding_update` asks for updates in backward."""
     needs_full_rows: bool = False
     """Whether the state is kept per row, so that a table must not be sharded by columns."""
     bytes_per_element: float = 0.0
@@ -248,7 +250,7 @@ def _choose_update(
     if sparse is not None and mode == "sparse":
         return replace(sparse, reason="asked for")
     if fused is not None and (mode == "fused" or not not_in_backward):
-        return fused
+        return replace(fused, is_asked_for=mode == "fused")
     if sparse is not None:
         return replace(sparse, reason=not_in_backward or sparse.reason)
     reason = f"{not_in_backward}; {sparse_obstacle}" if fused is not None else fused_obstacle
@@ -261,6 +263,14 @@ def _sum_several_lookups(update: TableUpdate) -> TableUpdate:
         return update
     sparse, _ = sparse_form(update.param_group)
     return update if sparse is None else replace(sparse, reason="a step may look it up more than once")
+
+
+def summed_form(name: str, update: TableUpdate, sums_rows: bool) -> TableUpdate:
+    """Return the update of a fused table that a step looks up more than once. sums_rows: see `can_sum_rows`."""
+    assert update.param_group is not None
+    sparse, _ = sparse_form(update.param_group, sums_rows)
+    reason = "a step looks it up more than once"
+    return replace(sparse, reason=reason) if sparse else _dense_form(name, update.param_group, reason, on_request=False)
 
 
 def _dense_form(name: str, param_group: TableParamGroup, reason: str, on_request: bool) -> TableUpdate:
@@ -329,11 +339,15 @@ class LearningRates:
         self._updates = updates
         self._links: dict[int, tuple[TableParamGroup, Any]] = {}
         self._pushed: dict[int, float] = {}
+        self.follow_updates()
+
+    def follow_updates(self) -> None:
+        """Check from now on what the updates are now."""
         forms = {"fused": exact_form, "sparse": sparse_form}
         # One table of each group: they share its hyperparameters, and this is checked in every step.
         self._checks = {
             (update.kind, update.param_group.label): (name, update, update.param_group, forms[update.kind])
-            for name, update in updates.items()
+            for name, update in self._updates.items()
             if update.param_group is not None and update.kind in forms
         }
 

@@ -263,7 +263,8 @@ def _connect(inputs: SetUpInputs, run_tables: RunTables, decisions: Decisions) -
         for shard in run_tables.shards.shards[name]:
             # A fused table's weight gets no gradient from lookups. One that arrives is of another use of the
             # weight, which the update inside of backward would miss.
-            shard.weight.register_post_accumulate_grad_hook(partial(_refuse_direct_gradient, name))
+            refuse = partial(_refuse_direct_gradient, name, run_tables.updates)
+            shard.weight.register_post_accumulate_grad_hook(refuse)
 
 
 def _rows_only(update: TableUpdate, sums_rows: bool) -> bool:
@@ -314,9 +315,7 @@ def _look_up(
         if compare is not None and isinstance(tables[0].plain, nn.Embedding):
             # The ids of an nn.Embedding may have any shape: their number is not the number of examples.
             compare = weight.add_ids if only_rows and learning else None
-        # Tables whose gradients are kept, and whose rows are all on other ranks.
-        trained = [table for table in tables if not updates[table.full_name].in_backward]
-        rowless = {t.name: t.full_name for t in trained if not shards.shards[t.full_name][0].weight.numel()}
+        rowless = {t.name: t.full_name for t in tables if not shards.shards[t.full_name][0].weight.numel()}
         lookup = ShardedLookup(
             LookupSetup(
                 sharded=sharded,
@@ -330,7 +329,7 @@ def _look_up(
                 output_dtype=inputs.output_dtype,
                 compare_examples=compare,
                 note_used_tables=partial(shards.note_used_tables, path),
-                note_gradients=partial(_note_gradients, shards.state.reached, rowless) if rowless else None,
+                note_gradients=partial(_note_gradients, shards.state.reached, rowless, updates) if rowless else None,
                 groups=shards.groups,
                 mapped=mapped_ids(shards, path, updates),
             )
@@ -342,11 +341,18 @@ def _look_up(
     return run_tables
 
 
-def _note_gradients(reached: set[str], rowless: dict[str, str], table: str | None) -> None:
-    reached.update(rowless.values() if table is None else [rowless[table]] if table in rowless else [])
+def _note_gradients(
+    reached: set[str], rowless: dict[str, str], updates: Mapping[str, TableUpdate], table: str | None
+) -> None:
+    """Note tables whose gradients are kept, and whose rows are all on other ranks. table: one; None: all of them."""
+    names = (name for key, name in rowless.items() if table in (None, key))
+    reached.update(name for name in names if not updates[name].in_backward)
 
 
-def _refuse_direct_gradient(name: str, weight: torch.Tensor) -> None:
+def _refuse_direct_gradient(name: str, updates: Mapping[str, TableUpdate], weight: torch.Tensor) -> None:
+    # Autograd calls this without a gradient too, in a first step, which may leave some on shards (SummedLookups).
+    if weight.grad is None or not updates[name].in_backward:
+        return
     weight.grad = None
     raise OptimizerError(
         f"the loss uses the weight of '{name}' itself, not only rows that were looked up (for example an L2 term), "

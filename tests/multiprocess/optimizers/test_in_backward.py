@@ -202,6 +202,10 @@ class Twice(LooksUpTwice, InBackward):
     kinds = (SGD,)
 
 
+class TwiceSummed(Twice):
+    kinds = (ROW_WISE, ADAGRAD)
+
+
 class Filtered(InBackward):
     """Gives what has no optimizer yet to a KeyedOptimizerWrapper, as TorchRec's examples do."""
 
@@ -308,6 +312,7 @@ CASES = {
     "rates, by columns": Case(Rates, {"tables": {"wide": SHARDINGS["wide"]}}),
     "by hand": Case(ByHand),
     "twice": Case(Twice, fused="fused"),
+    "twice, summed": Case(TwiceSummed),
     "accumulated": Case(Mixed, trainer=accumulated),
     "clipped": Case(Mixed, trainer=clipped),
     "sparse": Case(OnePerTable, {"tables": {"wide": {"embedding_update": "sparse"}}}, accumulated),
