@@ -239,9 +239,10 @@ def _choose_update(
     fused, fused_obstacle = exact_form(param_group)
     sparse, sparse_obstacle = sparse_form(param_group, sums_rows)
     if mode == "fused" and fused is None:
+        other = "dense" if sparse is None else "sparse"
         raise OptimizerError(
-            f"table '{name}': embedding_update='fused', but {fused_obstacle}. Set embedding_update='dense' for it (the "
-            "user's optimizer on local shards), or choose SGD without momentum, Adagrad or RowWiseAdagrad for it."
+            f"table '{name}': embedding_update='fused', but {fused_obstacle}. Set embedding_update='{other}' for it "
+            "(the user's optimizer on local shards), or choose SGD without momentum, Adagrad or RowWiseAdagrad for it."
         )
     if mode == "sparse" and sparse is None:
         raise OptimizerError(
@@ -252,7 +253,7 @@ def _choose_update(
     if fused is not None and (mode == "fused" or not not_in_backward):
         return replace(fused, is_asked_for=mode == "fused")
     if sparse is not None:
-        return replace(sparse, reason=not_in_backward or sparse.reason)
+        return replace(sparse, reason=sparse.reason or not_in_backward)
     reason = f"{not_in_backward}; {sparse_obstacle}" if fused is not None else fused_obstacle
     return _dense_form(name, param_group, reason, on_request=False)
 

@@ -267,6 +267,16 @@ class Marked(InBackward):
     kinds = ((torchrec_optim.PartialRowWiseAdam, {"lr": 0.1}),)
 
 
+class MarkedInDict(Keyed):
+    def configure(self) -> Any:
+        return {"optimizer": torchrec_optim.LAMB(self.parameters(), lr=0.1)}
+
+
+class MarkedInList(Keyed):
+    def configure(self) -> Any:
+        return [optim.SGD(self.mlp.parameters(), lr=0.1), torchrec_optim.Adagrad(self.ebc.parameters(), lr=0.1)]
+
+
 class Two(InBackward):
     """Applies a second one."""
 
@@ -409,6 +419,12 @@ REFUSED = {
         "is averaged over ranks once",
     ),
     "kernel's name": (Case(Marked), "torchrec.optim.PartialRowWiseAdam (by apply_optimizer_in_backward of table"),
+    "kernel's name in a dict": (
+        Case(MarkedInDict),
+        "torchrec.optim.LAMB (by configure_optimizers) only names a kernel of FBGEMM, and no process can step it. In "
+        "configure_optimizers, or for tables alone by table_optimizer, use RowWiseAdagrad",
+    ),
+    "kernel's name in a list": (Case(MarkedInList), "OptimizerError: torchrec.optim.Adagrad (by configure_optimizers)"),
     "warm-up": (Case(Warm), "WarmupOptimizer, which changes rates or gradients inside of `step`"),
     "clipping": (Case(Clipped), "set gradient_clip_val and gradient_clip_algorithm"),
 }
