@@ -269,7 +269,9 @@ def _connect(inputs: SetUpInputs, run_tables: RunTables, decisions: Decisions) -
 
 def _rows_only(update: TableUpdate, sums_rows: bool) -> bool:
     """Whether gradients hold touched rows only; those of a frozen table suit its optimizer, if it is unfrozen later."""
-    if update.kind == "frozen" and update.param_group is not None:
+    if update.param_group is None:
+        return sums_rows
+    if update.kind == "frozen":
         return sparse_form(update.param_group, sums_rows)[0] is not None
     return update.kind != "dense"
 
