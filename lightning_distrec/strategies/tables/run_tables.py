@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
@@ -136,7 +136,7 @@ class RunTables:
         self.learning_rates.follow_updates()
         self._fused_shards = self._find_fused_shards()
 
-    def _find_fused_shards(self) -> list[Tensor]:
+    def _find_fused_shards(self) -> list[nn.Parameter]:
         return [shard.weight for name in self.fused_tables for shard in self.shards.shards[name]]
 
     @property
