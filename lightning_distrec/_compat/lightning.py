@@ -29,10 +29,24 @@ DataFetcher = fetchers._DataFetcher
 """Base class of the fetchers from which Lightning's loops take their batches."""
 
 
-def init_optimizers_and_schedulers(module: Any) -> tuple[list[Optimizer], list[Any]]:
-    """Call the module's configure_optimizers and return its unwrapped optimizers and its scheduler configs."""
+def init_optimizers_and_schedulers(
+    module: Any, check: Callable[[Any], None] = lambda _: None
+) -> tuple[list[Optimizer], list[Any]]:
+    """Call the module's configure_optimizers and return its unwrapped optimizers and its scheduler configs.
+
+    check: called with what it has returned, before Lightning reads it.
+    """
+
+    def configure_optimizers() -> Any:
+        configured = original()
+        check(configured)
+        return configured
+
+    original = module.configure_optimizers
     # Source: lightning/pytorch/core/optimizer.py; Strategy.setup_optimizers calls the same function.
-    optimizers, schedulers = _init_optimizers_and_lr_schedulers(module)
+    with Patches() as patches:
+        patches.replace(module, "configure_optimizers", configure_optimizers)
+        optimizers, schedulers = _init_optimizers_and_lr_schedulers(module)
     return [o.optimizer if isinstance(o, LightningOptimizer) else o for o in optimizers], schedulers
 
 

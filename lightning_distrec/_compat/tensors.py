@@ -143,6 +143,15 @@ def makes_parameter(frame: Any) -> bool:
     return frame is not None and frame.f_code is nn.Parameter.__new__.__code__
 
 
+def makes_state_in_backward(frame: Any) -> bool:
+    """Return whether `apply_optimizer_in_backward` constructs an optimizer in this frame, by the class that it has."""
+    # Others are not known by their weight, and could not be made again with the weight's rows.
+    frame = _without_modes(frame)
+    caller = None if frame is None else frame.f_back
+    upstream = "torch.distributed.optim.apply_optimizer_in_backward"
+    return caller is not None and caller.f_globals["__name__"] == upstream
+
+
 def _without_modes(frame: Any) -> Any:
     while frame is not None and frame.f_code.co_name == "__torch_function__":  # modes, such as torch.device()
         frame = frame.f_back

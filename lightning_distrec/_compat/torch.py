@@ -40,11 +40,14 @@ def have_gradient_hooks(parameters: list[nn.Parameter], but: int = 0) -> bool:
     return any(map(_HOOKS, parameters)) or max(num_hooks_after, default=0) > but
 
 
+IN_BACKWARD = ("_in_backward_optimizers", "_optimizer_classes", "_optimizer_kwargs")
+"""What `apply_optimizer_in_backward` sets on parameters; torchrec.optim wraps torch/distributed/optim's."""
+
+
 def in_backward_optimizers(parameter: nn.Parameter) -> list[Any]:
     """Return the optimizers that `apply_optimizer_in_backward` has given to a parameter."""
-    # Source: torch/distributed/optim/apply_optimizer_in_backward.py, which torchrec.optim wraps. The attribute is the
-    # only trace: its hook is on the AccumulateGrad node, which shows no hooks to Python.
-    return list(getattr(parameter, "_in_backward_optimizers", ()))
+    # The only trace: its hook is on the AccumulateGrad node, which shows no hooks to Python.
+    return list(getattr(parameter, IN_BACKWARD[0], ()))
 
 
 def mark_in_backward(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
@@ -62,8 +65,7 @@ def without_in_backward(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     torchrec's sharding reads it: it would choose its kernels' optimizers by it, and write into the user's arguments.
     """
     # Source: torchrec/distributed/embeddingbag.py, create_embedding_bag_sharding's infos; convert_to_fbgemm_types.
-    names = ("_in_backward_optimizers", "_optimizer_classes", "_optimizer_kwargs")
-    hidden = [(p, {name: p.__dict__.pop(name) for name in names if name in p.__dict__}) for p in parameters]
+    hidden = [(p, {name: p.__dict__.pop(name) for name in IN_BACKWARD if name in p.__dict__}) for p in parameters]
     try:
         yield
     finally:
@@ -103,7 +105,7 @@ def drop_in_backward_hooks(parameter: nn.Parameter) -> None:
 
 def move_in_backward(source: nn.Parameter, target: nn.Parameter) -> None:
     """Give `target` the optimizers that `apply_optimizer_in_backward` has given `source`, which has none then."""
-    for name in ("_in_backward_optimizers", "_optimizer_classes", "_optimizer_kwargs"):
+    for name in IN_BACKWARD:
         if name in source.__dict__:
             target.__dict__[name] = source.__dict__.pop(name)
 

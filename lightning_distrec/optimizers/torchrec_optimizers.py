@@ -54,7 +54,6 @@ def see_through(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
 
 def _see_through(optimizer: Optimizer) -> Optimizer:
     for member in [optimizer, *members_of([optimizer])]:
-        refuse_marker(member, "configure_optimizers")
         for kind, way_out in INSTEAD.items():
             if isinstance(member, kind):
                 raise OptimizerError(
@@ -82,13 +81,22 @@ def members_of(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
     return members
 
 
-def refuse_marker(optimizer: Optimizer, source: str) -> None:
+def refuse_markers(configured: Any) -> None:
+    """Raise OptimizerError where configure_optimizers has returned a marker, also in dicts and lists."""
+    if isinstance(configured, (list, tuple, dict)):
+        for part in configured.values() if isinstance(configured, dict) else configured:
+            refuse_markers(part)
+    refuse_marker(configured, "configure_optimizers")
+
+
+def refuse_marker(optimizer: Any, source: str) -> None:
     """Raise OptimizerError where an optimizer only names a kernel of FBGEMM, and cannot step. source: who made it."""
     kind = type(optimizer)
     if kind.__module__ == "torchrec.optim.optimizers":
         raise OptimizerError(
             f"torchrec.optim.{kind.__name__} (by {source}) only names a kernel of FBGEMM, and no process can step it. "
-            f"Use {MARKERS.get(kind.__name__, NO_EXACT_FORM)}."
+            "In configure_optimizers, or for tables alone by table_optimizer, use "
+            f"{MARKERS.get(kind.__name__, NO_EXACT_FORM)}."
         )
 
 
@@ -198,6 +206,11 @@ class InBackwardSteps:
             optimizer.register_load_state_dict_post_hook(partial(_set_settings, twin))
             mark_in_backward(shard, twin)
             self._copies.append((name, twin, optimizer))
+
+    def step_shards(self, name: str, shards: list[nn.Parameter]) -> None:
+        """Step a table's optimizer on its shards, which FBGEMM has updated so far."""
+        if name in self.optimizers:
+            self._stepping.append((shards, self.optimizers[name]))
 
     def check(self) -> None:
         """Raise OptimizerError: equal optimizers have got other settings, or a backward was not seen."""

@@ -15,6 +15,7 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn, optim
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
@@ -104,6 +105,8 @@ class TableUpdate:
     """FBGEMM's, where it updates the table; the learning rate is the one at the start."""
     initial_state: float = 0.0
     """Value that the optimizer's state starts from."""
+    is_asked_for: bool = False
+    """Whether `embedding_update` asks for updates in backward."""
     needs_full_rows: bool = False
     """Whether the state is kept per row, so that a table must not be sharded by columns."""
     bytes_per_element: float = 0.0
@@ -158,8 +161,9 @@ def translate(
         if param_group is None or not parameter.requires_grad:
             updates[name] = frozen("in no optimizer" if param_group is None else "requires_grad is False", param_group)
         else:
-            updates[name] = _choose_update(name, param_group, modes[name], device_type, not_in_backward)
-            if name in looked_up_often and modes[name] == "auto":
+            sums_rows = can_sum_rows(parameter.dtype, device_type)
+            updates[name] = _choose_update(name, param_group, modes[name], device_type, not_in_backward, sums_rows)
+            if name in looked_up_often and modes[name] == "auto" and sums_rows:
                 updates[name] = _sum_several_lookups(updates[name])
     return updates
 
@@ -200,14 +204,24 @@ def exact_form(param_group: TableParamGroup) -> tuple[TableUpdate | None, str]:
     return replace(update, initial_state=start, bytes_per_element=4.0), ""
 
 
-def sparse_form(param_group: TableParamGroup) -> tuple[TableUpdate | None, str]:
-    """Return the group's update by gradients of touched rows, where it has the same numbers, or None and why not."""
+def can_sum_rows(dtype: torch.dtype, device_type: str) -> bool:
+    """Whether torch adds up sparse gradients of this type, those of two micro-batches for example."""
+    return dtype == torch.float32 or device_type != "cpu"
+
+
+def sparse_form(param_group: TableParamGroup, sums_rows: bool = True) -> tuple[TableUpdate | None, str]:
+    """Return the group's update by gradients of touched rows, where it has the same numbers, or None and why not.
+
+    sums_rows: see `can_sum_rows`.
+    """
     kind, name = type(param_group.optimizer), type(param_group.optimizer).__name__
     if kind is optim.SparseAdam:
         return TableUpdate("sparse", f"{name} takes sparse gradients", param_group, bytes_per_element=8.0), ""
     exact, obstacle = exact_form(param_group)
     if exact is None:
         return None, obstacle
+    if not sums_rows:
+        return None, "torch adds up no sparse gradients in half precision on a CPU"
     if kind is RowWiseAdagrad:
         return None, f"{name} takes no sparse gradients"
     if param_group.group.get("fused") or param_group.group.get("differentiable"):
@@ -216,30 +230,30 @@ def sparse_form(param_group: TableParamGroup) -> tuple[TableUpdate | None, str]:
 
 
 def _choose_update(
-    name: str, param_group: TableParamGroup, mode: str, device_type: str, not_in_backward: str
+    name: str, param_group: TableParamGroup, mode: str, device_type: str, not_in_backward: str, sums_rows: bool
 ) -> TableUpdate:
     if mode == "fused_lazy":
         return _lazy_form(name, param_group, device_type)
     if mode == "dense":
         return _dense_form(name, param_group, "asked for", on_request=True)
     fused, fused_obstacle = exact_form(param_group)
-    sparse, sparse_obstacle = sparse_form(param_group)
+    sparse, sparse_obstacle = sparse_form(param_group, sums_rows)
     if mode == "fused" and fused is None:
+        other = "dense" if sparse is None else "sparse"
         raise OptimizerError(
-            f"table '{name}': embedding_update='fused', but {fused_obstacle}. Set embedding_update='dense' for it (the "
-            "user's optimizer on local shards), or choose SGD without momentum, Adagrad or RowWiseAdagrad for it."
+            f"table '{name}': embedding_update='fused', but {fused_obstacle}. Set embedding_update='{other}' for it "
+            "(the user's optimizer on local shards), or choose SGD without momentum, Adagrad or RowWiseAdagrad for it."
         )
     if mode == "sparse" and sparse is None:
         raise OptimizerError(
-            f"table '{name}': embedding_update='sparse', but {sparse_obstacle}. Set embedding_update='dense' for it, "
-            "or choose SGD without momentum, Adagrad or SparseAdam for it."
+            f"table '{name}': embedding_update='sparse', but {sparse_obstacle}. Set embedding_update='dense' or 'auto'."
         )
     if sparse is not None and mode == "sparse":
         return replace(sparse, reason="asked for")
     if fused is not None and (mode == "fused" or not not_in_backward):
-        return fused
+        return replace(fused, is_asked_for=mode == "fused")
     if sparse is not None:
-        return replace(sparse, reason=not_in_backward or sparse.reason)
+        return replace(sparse, reason=sparse.reason or not_in_backward)
     reason = f"{not_in_backward}; {sparse_obstacle}" if fused is not None else fused_obstacle
     return _dense_form(name, param_group, reason, on_request=False)
 
@@ -250,6 +264,14 @@ def _sum_several_lookups(update: TableUpdate) -> TableUpdate:
         return update
     sparse, _ = sparse_form(update.param_group)
     return update if sparse is None else replace(sparse, reason="a step may look it up more than once")
+
+
+def summed_form(name: str, update: TableUpdate, sums_rows: bool) -> TableUpdate:
+    """Return the update of a fused table that a step looks up more than once. sums_rows: see `can_sum_rows`."""
+    assert update.param_group is not None
+    sparse, _ = sparse_form(update.param_group, sums_rows)
+    reason = "a step looks it up more than once"
+    return replace(sparse, reason=reason) if sparse else _dense_form(name, update.param_group, reason, on_request=False)
 
 
 def _dense_form(name: str, param_group: TableParamGroup, reason: str, on_request: bool) -> TableUpdate:
@@ -318,11 +340,15 @@ class LearningRates:
         self._updates = updates
         self._links: dict[int, tuple[TableParamGroup, Any]] = {}
         self._pushed: dict[int, float] = {}
+        self.follow_updates()
+
+    def follow_updates(self) -> None:
+        """Check from now on what the updates are now."""
         forms = {"fused": exact_form, "sparse": sparse_form}
         # One table of each group: they share its hyperparameters, and this is checked in every step.
         self._checks = {
             (update.kind, update.param_group.label): (name, update, update.param_group, forms[update.kind])
-            for name, update in updates.items()
+            for name, update in self._updates.items()
             if update.param_group is not None and update.kind in forms
         }
 

@@ -156,7 +156,7 @@ class BackwardWatch:
         return self._gradient_arrived
 
     def _gradient_arrived(self, _: Any) -> None:
-        if not self._is_running:
+        if not self._is_running and self._tables:
             raise OptimizerError(
                 f"a backward that user code has called reaches table '{self._tables[0]}', which is updated inside of "
                 "every backward, so that its rows would move without a step: in training_step, in an evaluation or "

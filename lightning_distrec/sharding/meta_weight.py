@@ -19,11 +19,18 @@ from torch import Tensor, nn
 
 from lightning_distrec._compat.tensors import (
     makes_parameter,
+    makes_state_in_backward,
     returns_view,
     storage_key,
     truncated_draw,
     watch_operations,
     written_by,
+)
+from lightning_distrec._compat.torch import (
+    IN_BACKWARD,
+    apply_in_backward,
+    drop_in_backward_hooks,
+    in_backward_optimizers,
 )
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.host_memory import free_bytes
@@ -57,6 +64,8 @@ def _guarded(_: type, func: Callable[..., Any], types: Any, args: Any = (), kwar
     is_ours = not is_constructing and is_called_by_us(inspect.currentframe())
     if is_attribute and name in ("device", "is_meta") and not is_ours:
         return _described(name, args[0], _caller(inspect.currentframe()))
+    if name == "grad_fn" and isinstance(args[0], MetaValues):
+        return args[0].node()
     if not reads or is_ours:
         with without_guard():
             return func(*args, **kwargs)
@@ -73,8 +82,10 @@ def _guarded(_: type, func: Callable[..., Any], types: Any, args: Any = (), kwar
         give_rows(args[0], args[1])
         return None
     if name in CREATES:
+        # The state of an optimizer in backward is made by the shards, as the rows are.
+        device = "meta" if makes_state_in_backward(_caller(inspect.currentframe())) else weights[0].record.device
         with without_guard():
-            return func(*args, **{"device": weights[0].record.device} | kwargs)
+            return func(*args, **{"device": device} | kwargs)
     if name == "__setitem__" and isinstance(args[2], (bool, int, float)):
         args = (*args[:2], torch.tensor(args[2], dtype=args[0].dtype))  # torch would make one on meta
     # A view of a weight that has its rows by now has been made before.
@@ -126,7 +137,14 @@ class MetaValues(Tensor):
 
     record: Record
     weight: "MetaWeight"
+    is_traced: bool
+    """Whether autograd traces it to the weight."""
     __torch_function__: Any = classmethod(_guarded)
+
+    def node(self) -> Any:
+        """Return a node of autograd's that leads to the weight's, on which optimizers in backward hang their hooks."""
+        with without_guard():
+            return self.weight.view_as(self.weight).grad_fn if self.is_traced else None
 
 
 class MetaWeight(nn.Parameter):
@@ -210,9 +228,12 @@ def give_rows(weight: Any, rows: Tensor | None = None) -> None:
             rows = torch.empty(record.shape, dtype=weight.dtype, device=record.device)
             record.fill(rows, 0)
     weight.record.rows = rows
+    in_backward = in_backward_optimizers(weight)
+    drop_in_backward_hooks(weight)  # they hold the weight
     with without_guard():
         real = nn.Parameter(rows, weight.requires_grad)
-        real.__dict__.update({key: value for key, value in weight.__dict__.items() if key != "record"})
+        left_behind = {"record", *IN_BACKWARD}
+        real.__dict__.update({key: value for key, value in weight.__dict__.items() if key not in left_behind})
         try:
             torch.utils.swap_tensors(weight, real)
         except RuntimeError as error:
@@ -220,6 +241,7 @@ def give_rows(weight: Any, rows: Tensor | None = None) -> None:
                 f"{record.description} is not sharded, and cannot get its rows now: {error}. Build it with "
                 "device='cpu', or outside of configure_model and meta_tables()."
             ) from error
+    apply_in_backward(in_backward, weight)
 
 
 def _give_rows_for(weight: Any, name: str) -> None:
@@ -266,6 +288,7 @@ def _recorded(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], weigh
         source = sources[storage_key(tensor)]
         view: Any = tensor.detach().as_subclass(MetaValues)  # a view with a base would keep the weight from its rows
         view.record, view.weight = source.record, source if isinstance(source, MetaWeight) else source.weight
+        view.is_traced = tensor.requires_grad
         return view
 
     with without_guard():

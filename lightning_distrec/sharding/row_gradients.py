@@ -130,14 +130,18 @@ def local_shards_of(kernel: Any) -> list[LocalShard]:
     return [LocalShard(name, nn.Parameter(weight)) for name, weight in zip(kernel.table_names, weights, strict=True)]
 
 
-def give_gradients(kernel: Any, shards: list[LocalShard]) -> None:
-    """Let the kernel's lookups leave gradients on `shards`, those of `local_shards_of`, and update nothing."""
+def give_gradients(kernel: Any, shards: list[LocalShard], are_kept: Callable[[], bool] = lambda: True) -> Any:
+    """Let the kernel's lookups leave gradients on `shards`, those of `local_shards_of`, and update nothing.
+
+    are_kept: whether they do; else the kernel updates its rows. It is asked in each lookup, and again in backward, so
+    that it may have become true in between. Returns the handle of a hook.
+    """
     assert kernel.weights_precision in (SparseType.FP32, SparseType.FP16)
     tables = list(kernel.feature_table_map)
     # Feature by feature: dims are those of the table (or column shard) that each feature looks up.
     dims = [kernel.embedding_specs[table][1] for table in tables]
     mode = kernel.pooling_mode
-    layout = _Layout(tables, dims, mode != PoolingMode.NONE, mode == PoolingMode.MEAN)
+    layout = _Layout(tables, dims, mode != PoolingMode.NONE, mode == PoolingMode.MEAN, are_kept)
     is_ascending = tables == sorted(tables)
     sorter = RowSorter(tables, [len(shard.weight) for shard in shards]) if is_ascending else None
     marked: list[Any] = []
@@ -157,12 +161,12 @@ def give_gradients(kernel: Any, shards: list[LocalShard]) -> None:
         # The hook replaces the kernel's output: detached, so that FBGEMM's own backward, which would update the rows,
         # does not run; a leaf that requires a gradient, so that _Lookup's backward does, even where no shard of this
         # rank learns: other ranks' may, and the exchange of gradients needs all ranks.
-        leaf = output.detach().requires_grad_()
+        leaf = output.detach().requires_grad_() if are_kept() else output
         parameters = [shard.weight for shard in shards]
         rows_or_bags: Tensor = _Lookup.apply(leaf, layout, ids, shards, shards[0].used, weights, *parameters)
         return rows_or_bags
 
-    kernel.register_forward_hook(looked_up, with_kwargs=True)
+    return kernel.register_forward_hook(looked_up, with_kwargs=True)
 
 
 def _mark_summed(shard: LocalShard, weight: Tensor) -> None:
@@ -181,6 +185,8 @@ class _Layout:
     """Feature -> number of columns."""
     pooled: bool
     mean: bool
+    are_kept: Callable[[], bool]
+    """Whether gradients are left on shards; see `give_gradients`."""
 
 
 @dataclass(frozen=True)
@@ -217,6 +223,8 @@ class _Lookup(torch.autograd.Function):
     @once_differentiable
     @without_guards
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        if not ctx.layout.are_kept():
+            return gradient, *[None] * (len(ctx.needs_input_grad) - 1)
         needs_gradient = ctx.needs_input_grad[6:]
         weight_gradients = _weight_gradients(ctx, gradient) if ctx.needs_input_grad[5] else None
         row_gradients: dict[int, list[Any]] = {i: [] for i, needed in enumerate(needs_gradient) if needed}

@@ -1,6 +1,6 @@
 """Tables while they are sharded: their shards, kernels and proxies, and the module that they belong to."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -126,6 +126,15 @@ class ShardedTables:
                 # The hook replaces the output of a kernel for all of its tables.
                 assert all(id(shard) in keeping for shard in shards)
                 give_gradients(kernel, shards)
+
+    def keep_gradients_if(self, names: Set[str], are_kept: Callable[[], bool]) -> list[Any]:
+        """Leave the gradients of these fused tables on their shards where `are_kept` says so in backward.
+
+        names: all tables of their kernels. Returns the handles of hooks.
+        """
+        held = {id(shard) for name in names for shard in self.shards[name]}
+        kernels = [(kernel, shards) for kernel, shards in self.kernels if {id(shard) for shard in shards} & held]
+        return [give_gradients(kernel, shards, are_kept) for kernel, shards in kernels]
 
     def note_used_tables(self, path: str, used: set[str] | None) -> None:
         """Let the lookup of the collection at `path` that begins now find which tables get gradients in `used`."""

@@ -52,8 +52,8 @@ def _watched() -> dict[str, Call]:
     marks = test_watches.test_is_reported_on_every_rank.pytestmark  # type: ignore[attr-defined]
     rows = next(mark for mark in marks if mark.name == "parametrize").args[1]
     return {
-        f"{_words(kind.__name__)}, {optimizer[0].__name__}": (test_watches._train, (kind, optimizer, {}, frozen))
-        for kind, optimizer, frozen, _ in rows
+        f"{_words(kind.__name__)}, {optimizer[0].__name__}": (test_watches._train, (kind, optimizer, strategy))
+        for kind, optimizer, strategy, _ in rows
     }
 
 

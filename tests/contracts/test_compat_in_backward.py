@@ -1,6 +1,7 @@
 """Upstream's in-backward optimizers and TorchRec's wrappers are as `_compat` takes them to be."""
 
 import copy
+import inspect
 
 import torch
 from torch import nn, optim
@@ -8,6 +9,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec.optim import KeyedOptimizerWrapper, RowWiseAdagrad, apply_optimizer_in_backward
 
 from lightning_distrec._compat import lightning as _lightning
+from lightning_distrec._compat import tensors as _tensors
 from lightning_distrec._compat import torch as _torch
 from lightning_distrec._compat import torchrec_modules as _torchrec
 
@@ -65,6 +67,18 @@ def test_applying_again_makes_new_optimizers_with_the_present_rates() -> None:
     other.sum().backward()
     assert other.tolist() == [0.75] * 4
     assert weight.tolist() == [1.0] * 4
+
+
+def test_an_optimizer_in_backward_is_known_while_it_makes_its_state() -> None:
+    made_in_backward = []
+
+    class Watched(optim.Adagrad):
+        def __init__(self, parameters: object, **options: float) -> None:
+            made_in_backward.append(_tensors.makes_state_in_backward(inspect.currentframe()))
+
+    _applied(Watched)
+    Watched([nn.Parameter(torch.ones(4))])
+    assert made_in_backward == [True, False]
 
 
 def test_reached_leaves_are_those_that_get_a_gradient() -> None:

@@ -23,7 +23,9 @@ def _feature(draw: st.DrawFn) -> Feature:
 
 
 @st.composite
-def _table(draw: st.DrawFn, kind: str, features: tuple[int, ...], optimizer: str, fuses: bool) -> Table:
+def _table(
+    draw: st.DrawFn, kind: str, features: tuple[int, ...], optimizer: str, fuses: bool, calls: int, half: bool
+) -> Table:
     cuts = CUTS if kind in ("bags", "nn.EmbeddingBag") else CUTS[:3]
     if optimizer.startswith("RowWise"):
         cuts = tuple(cut for cut in cuts if "column" not in cut)
@@ -32,10 +34,12 @@ def _table(draw: st.DrawFn, kind: str, features: tuple[int, ...], optimizer: str
     sampled = ["data_parallel"] if "data_parallel" in sampled else sampled
     if rows < 4:
         sampled = [cut for cut in sampled if "row_wise" not in cut]
-    updates = [None, None, "auto", "dense"]
+    # Adagrad in backward on request refuses several lookups of one table in a step.
+    is_summed = (calls > 1 or (kind.startswith("nn.") and len(features) > 1)) and "Adagrad" in optimizer
+    updates = ["auto", "auto", "auto", "dense"] if is_summed else [None, None, "auto", "dense"]
     if optimizer in FUSED and "data_parallel" not in sampled:
-        updates += ["fused"] if fuses else []
-        updates += [] if optimizer.startswith("RowWise") else ["sparse"]
+        updates += ["fused"] if fuses and not is_summed else []
+        updates += [] if optimizer.startswith("RowWise") or half else ["sparse"]
     return Table(
         rows=rows,
         dim=4 * draw(st.integers(1, 6)),
@@ -52,19 +56,18 @@ def _table(draw: st.DrawFn, kind: str, features: tuple[int, ...], optimizer: str
 def _collection(draw: st.DrawFn, num_features: int, optimizer: str, fuses: bool) -> Collection:
     kind = draw(st.sampled_from(["bags", "bags", "rows", "nn.Embedding", "nn.EmbeddingBag"]))
     plain = kind.startswith("nn.")
-    # Several lookups of one table in a step are refused in the first step where Adagrad updates inside of backward.
-    several = 2 if not plain or not (fuses and "Adagrad" in optimizer) else 1
+    calls, half = draw(_rarely(2, 1)), draw(_rarely(True, False))
     tables = tuple(
-        draw(_table(kind, tuple(features), optimizer, fuses))
+        draw(_table(kind, tuple(features), optimizer, fuses, calls, half))
         for features in draw(
             st.lists(
-                st.lists(st.integers(0, num_features - 1), min_size=1, max_size=several, unique=True),
+                st.lists(st.integers(0, num_features - 1), min_size=1, max_size=2, unique=True),
                 min_size=1,
                 max_size=1 if plain else 3,
             )
         )
     )
-    weighted = kind in ("bags", "nn.EmbeddingBag") and draw(_rarely(True, False))
+    weighted = kind in ("bags", "nn.EmbeddingBag") and not half and draw(_rarely(True, False))
     if weighted or kind in ("rows", "nn.Embedding"):
         tables = tuple(replace(table, mean=False) for table in tables)
     if kind == "rows":  # torchrec wants one dim in all tables of an EmbeddingCollection
@@ -75,6 +78,8 @@ def _collection(draw: st.DrawFn, num_features: int, optimizer: str, fuses: bool)
         weighted=weighted,
         keys="own" if plain else draw(st.sampled_from(["own", "own", "all", "turning"])),
         padding_idx=draw(_rarely(tables[0].rows - 1, None)) if plain else None,
+        calls=calls,
+        half=half,
     )
 
 
@@ -107,6 +112,7 @@ def a_job(draw: st.DrawFn, num_ranks: int) -> Job:
         clip=clip,
         precision=draw(_rarely("bf16-mixed", "32-true")),
         loss=draw(st.sampled_from(losses)),
+        decay=draw(_rarely(0.7, None)),
         seed=draw(st.integers(0, 1_000_000)),
     )
 

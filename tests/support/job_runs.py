@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
-from torchrec.modules.embedding_configs import PoolingType
+from torchrec.modules.embedding_configs import DataType, PoolingType
 
 from lightning_distrec.errors import DistRecError
 from tests.support.click_model import NO_OUTPUT
@@ -52,7 +52,11 @@ class JobModel(pl.LightningModule):
         columns = []
         for collection, module in zip(self.job.collections, self.collections, strict=True):
             look_up = {"bags": _bags, "rows": _rows, "nn.Embedding": _embedding, "nn.EmbeddingBag": _embedding_bag}
-            columns += look_up[collection.kind](self.job, collection, module, batch, step)
+            calls = [
+                look_up[collection.kind](self.job, collection, module, other_ids, step)
+                for other_ids in _batches_of_calls(collection, batch)
+            ]
+            columns += [sum(outputs) for outputs in zip(*calls, strict=True)]
         return self.mlp(torch.cat(columns, 1)).squeeze(-1)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -65,11 +69,13 @@ class JobModel(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer, options = OPTIMIZERS[self.job.optimizer]
         named = {key: weight for key, weight in self.named_parameters() if key not in self.not_optimized}
-        if not self.job.groups:
-            return optimizer(named.values(), **options)
+        groups = [{"params": list(named.values())}]
         table_weights = [weight for key, weight in named.items() if not key.startswith("mlp")]
-        groups = [{"params": table_weights, "lr": options["lr"] / 2}, {"params": self.mlp.parameters()}]
-        return optimizer(groups if table_weights else groups[1:], **options)
+        if self.job.groups and table_weights:
+            groups = [{"params": table_weights, "lr": options["lr"] / 2}, {"params": list(self.mlp.parameters())}]
+        steps = optimizer(groups, **options)
+        decay = torch.optim.lr_scheduler.ExponentialLR(steps, self.job.decay or 1.0)
+        return [steps], [{"scheduler": decay, "interval": "step"}]
 
     def on_train_start(self) -> None:
         setup = self.trainer.strategy.run_tables
@@ -80,19 +86,26 @@ class JobModel(pl.LightningModule):
         self.outcome.state = whole_state(self)
 
 
+def _batches_of_calls(collection: Collection, batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    turned = {key: value.flip(0) if key.endswith(".ids") else value for key, value in batch.items()}
+    return [batch, turned][: collection.calls]
+
+
 def _build(collection: Collection, index: int) -> nn.Module:
     first = collection.tables[0]
+    dtype, data_type = (torch.float16, DataType.FP16) if collection.half else (torch.float32, DataType.FP32)
     if collection.kind == "nn.Embedding":
-        return nn.Embedding(first.rows, first.dim, padding_idx=collection.padding_idx)
+        return nn.Embedding(first.rows, first.dim, padding_idx=collection.padding_idx, dtype=dtype)
     if collection.kind == "nn.EmbeddingBag":
         mode = "mean" if first.mean else "sum"
-        return nn.EmbeddingBag(first.rows, first.dim, mode=mode, padding_idx=collection.padding_idx)
+        return nn.EmbeddingBag(first.rows, first.dim, mode=mode, padding_idx=collection.padding_idx, dtype=dtype)
     named = [
         {
             "name": f"c{index}t{t}",
             "num_embeddings": table.rows,
             "embedding_dim": table.dim,
             "feature_names": [f"f{feature}" for feature in table.features],
+            "data_type": data_type,
         }
         for t, table in enumerate(collection.tables)
     ]
@@ -104,7 +117,7 @@ def _build(collection: Collection, index: int) -> nn.Module:
 
 
 def _bags(job: Job, collection: Collection, module: nn.Module, batch: dict[str, Tensor], step: int) -> list[Tensor]:
-    return [module(_keyed(job, collection, batch, step)).values()]
+    return [module(_keyed(job, collection, batch, step)).values().float()]
 
 
 def _rows(job: Job, collection: Collection, module: nn.Module, batch: dict[str, Tensor], step: int) -> list[Tensor]:
@@ -125,7 +138,7 @@ def _embedding_bag(
         ids, lengths = _ids(batch, feature), batch[f"f{feature}.lengths"]
         weights = batch[f"f{feature}.weights"].view(ids.shape) if collection.weighted else None
         offsets = None if ids.dim() == 2 else lengths.cumsum(0) - lengths
-        columns.append(module(ids, offsets, per_sample_weights=weights))
+        columns.append(module(ids, offsets, per_sample_weights=weights).float())
     return columns
 
 
@@ -182,7 +195,7 @@ def start(job: Job) -> JobModel:
 def train_unsharded(job: Job) -> dict[str, Tensor]:
     """Train in this process by a plain torch loop; a step's gradient is made of those of the ranks' batches."""
     model = start(job)
-    optimizer = model.configure_optimizers()
+    (optimizer,), (schedule,) = model.configure_optimizers()
     parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
     half = job.precision == "bf16-mixed"
     for step in range(len(job.sizes)):
@@ -202,6 +215,7 @@ def train_unsharded(job: Job) -> dict[str, Tensor]:
             clip = nn.utils.clip_grad_norm_ if algorithm == "norm" else nn.utils.clip_grad_value_
             clip(parameters, value)
         optimizer.step()
+        schedule["scheduler"].step()
         model.zero_grad()
     return {key: value.detach() for key, value in model.state_dict().items()}
 

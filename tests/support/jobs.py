@@ -69,6 +69,10 @@ class Collection(_Plain):
     keys: Literal["own", "all", "turning"] = "own"
     """Which features it is called with, and whether their order changes from step to step."""
     padding_idx: int | None = None
+    calls: int = 1
+    """How often a step calls it, each time with other ids."""
+    half: bool = False
+    """Whether its rows are float16."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -88,6 +92,8 @@ class Job(_Plain):
     precision: Literal["32-true", "bf16-mixed"] = "32-true"
     loss: Literal["mean", "sum", "rank_mean"] = "mean"
     """The strategy's loss_reduction; all but the mean are of a loss that is a sum over examples."""
+    decay: float | None = None
+    """Factor of all rates after each optimizer step."""
     seed: int = 0
 
     @property

@@ -18,7 +18,13 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 from lightning_distrec import spans
-from lightning_distrec._compat.torch import FIRST_ORDERED, next_backward_number, order_backward, register_container
+from lightning_distrec._compat.torch import (
+    FIRST_ORDERED,
+    in_backward,
+    next_backward_number,
+    order_backward,
+    register_container,
+)
 from lightning_distrec._compat.torchrec_modules import JAGGED_TENSOR_FIELDS, KEYED_TENSOR_VALUES
 from lightning_distrec.errors import OptimizerError
 
@@ -49,15 +55,26 @@ class SecondGradients:
         self._path = path
         self._tables = tables
         self._lookups: set[object] = set()
+        self._num_made = 0
+        self.on_second: Callable[[], None] | None = None
+        """Called when a second lookup is made in a step, where it is not too late to sum the gradients of all."""
 
     def refuse(self, tables: Iterable[str]) -> None:
         """Refuse second gradients of these tables too, from now on."""
         self._tables = list(dict.fromkeys([*self._tables, *tables]))
 
+    def allow(self, tables: Iterable[str]) -> None:
+        """Take second gradients of these tables, also those of this step's lookups so far."""
+        self._tables = [name for name in self._tables if name not in set(tables)]
+
     def hooks(self, update_watch: Any) -> list[Callable[[Tensor], None]]:
         """Return what to call with each gradient of the lookup that is made now."""
         if not torch.is_grad_enabled():
             return []
+        # A checkpoint that recomputes its activations looks up again in backward, for the same gradients.
+        self._num_made += not in_backward()
+        if self._num_made == 2 and self.on_second is not None:
+            self.on_second()
         watched = None if update_watch is None else update_watch.note_lookup()
         return [hook for hook in (watched, self._hook()) if hook is not None]
 
@@ -69,7 +86,7 @@ class SecondGradients:
 
         def gradient_arrived(_: Tensor) -> None:
             self._lookups.add(lookup)
-            if len(self._lookups) > 1:
+            if len(self._lookups) > 1 and self._tables:
                 raise OptimizerError(
                     f"gradients came to more than one lookup of '{self._path}' in a step, and table "
                     f"'{self._tables[0]}' is updated inside of backward once for each. Set embedding_update='sparse' "
@@ -81,6 +98,7 @@ class SecondGradients:
     def forget(self) -> None:
         """Begin again: an optimizer has used the gradients that have come so far."""
         self._lookups.clear()
+        self._num_made = 0
 
 
 class LazyOutput:

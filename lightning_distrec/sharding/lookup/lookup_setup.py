@@ -1,6 +1,6 @@
 """What the lookup of one sharded collection is made of."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -47,8 +47,8 @@ class LookupSetup:
     sharded: ShardedModule
     tables: list[Table]
     """The collection's tables, in its order."""
-    uses: Mapping[str, TableUse]
-    """Name of a table -> how it is sharded and updated."""
+    uses: dict[str, TableUse]
+    """Name of a table -> how it is sharded and updated; the first step may change that."""
     known_keys: dict[str, list[str]]
     """Collection -> the features in the order of its first call, which adds it. torchrec's module remembers that order
     for its life, which may be longer than one run."""

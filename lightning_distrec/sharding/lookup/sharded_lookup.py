@@ -9,6 +9,7 @@ It does the work of torchrec's forward, and returns the types, keys and column o
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -50,6 +51,8 @@ class ShardedLookup:
         """Called before a call that is outside of a run, which other ranks may not make."""
         self.update_watch: Any = None
         """Watches steps of tables that are updated inside of backward, under manual optimization; or None."""
+        self.sums_gradients = False
+        """Whether gradients of fused tables are left on shards, or may be in this step; see `sum_gradients`."""
         tables, uses = setup.tables, setup.uses
         self.outputs = LookupOutputs(setup)
         self.second_gradients = SecondGradients(setup.path, [t.full_name for t in tables if not uses[t.name].adds_up])
@@ -125,7 +128,8 @@ class ShardedLookup:
     def _share_bags(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, SharedBags | None]:
         """Return features as their bags are sent, and what expands these to examples; None: torchrec's module does."""
         bags = SharedBags(self.path, features)
-        if bags.indices and features.variable_stride_per_key() and self.setup.takes_unequal_batches:
+        takes_unequal = self.setup.takes_unequal_batches and not self.sums_gradients
+        if bags.indices and features.variable_stride_per_key() and takes_unequal:
             return bags.ordered(prepare_unequal_batches(self.setup.sharded)), None
         # Other kernels and sharding types take one batch size.
         return bags.padded(), bags
@@ -205,6 +209,14 @@ class ShardedLookup:
         """Return what a lookup depends on besides its ids, rows and learning rates."""
         # Inside of an activation checkpoint, what a lookup saves for backward must be saved inside too.
         return frozenset(self.outputs.frozen()), torch.is_grad_enabled(), saved_tensors_are_hooked()
+
+    def sum_gradients(self) -> None:
+        """Take several lookups in a step from now on: tables that were updated once for each are not in backward."""
+        for table in self.setup.tables:
+            use = self.setup.uses[table.name]
+            if not use.adds_up:
+                self.setup.uses[table.name] = replace(use, adds_up=True, in_backward=False)
+                self.second_gradients.allow([table.full_name])
 
     def forget_gradients(self) -> None:
         """Note that an optimizer has used the gradients that have come so far."""

@@ -19,7 +19,7 @@ from lightning_distrec._compat.torchrec_modules import lookups_of
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.sharding.lookup.jagged import with_weights
 from lightning_distrec.sharding.lookup.lazy_outputs import SecondGradients
-from lightning_distrec.sharding.lookup.lookup_setup import LookupSetup
+from lightning_distrec.sharding.lookup.lookup_setup import LookupSetup, TableUse
 from lightning_distrec.sharding.lookup.request import LookupRequest
 from lightning_distrec.sharding.weights.shard_access import without_guards
 
@@ -40,17 +40,21 @@ class WeightsExchange:
 
     def __init__(self, setup: LookupSetup, second_gradients: SecondGradients) -> None:
         self._sharded = setup.sharded
-        self._tables = {table.full_name: setup.uses[table.name] for table in setup.tables}
+        self._setup = setup
         self._second_gradients = second_gradients
         self._group = None if setup.groups is None else setup.groups.sharding
         # torchrec divides the gradients of weights as those of rows, and multiplies them again if it knows of weights.
         self._scale = 1 if setup.is_weighted else dist.get_world_size(self._group)
         self._reaches_weights = False
 
+    def _uses(self) -> list[tuple[str, TableUse]]:
+        """Return full names of the tables, and how they are sharded and updated now."""
+        return [(table.full_name, self._setup.uses[table.name]) for table in self._setup.tables]
+
     @without_guards
     def _refuse_frozen(self) -> None:
         """Raise ShardingError where a table is frozen now, and its kernel cannot leave it alone in a backward."""
-        for name, use in self._tables.items():
+        for name, use in self._uses():
             if not use.weight.requires_grad and (use.in_backward or use.is_replicated):
                 update = "is data_parallel" if use.is_replicated else "is updated inside of backward"
                 raise ShardingError(
@@ -64,7 +68,7 @@ class WeightsExchange:
         if request.learns:
             self._refuse_frozen()
             # Gradients of weights that learn would see an update by another lookup.
-            self._second_gradients.refuse(name for name, use in self._tables.items() if use.in_backward)
+            self._second_gradients.refuse(name for name, use in self._uses() if use.in_backward)
         if not self._reaches_weights:
             self._reaches_weights = True
             for lookup in lookups_of(self._sharded):

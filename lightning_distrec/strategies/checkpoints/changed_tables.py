@@ -38,18 +38,20 @@ class ChangedTables:
         self._touched = TouchedRows(tables.shards.kernels)
         self._undo: list[Callable[[], None]] = [self._touched.release]
         self._fused_state = tables.shards.fused_state()
-        shards = tables.shards.shards
-        self._unfused = [n for n, u in tables.updates.items() if not u.in_backward and not shards[n][0].replicated]
-        """Tables whose gradients are left to the user's optimizers."""
         self._written = {name: _Writes(partial(self.table_memory, name)) for name in tables.shards.shards}
-        for optimizer in tables.all_optimizers if self._unfused else ():
+        for optimizer in tables.all_optimizers:
             self._undo.append(optimizer.register_step_pre_hook(self._before_update).remove)
             self._undo.append(optimizer.register_step_post_hook(self._after_update).remove)
         # The pre-hook comes before the closure, in which Lightning runs forward and backward: what user hooks write
         # there is looked at after it.
-        if self._unfused:
-            self._undo.append(call_after_closure(plugin, self._before_update).close)
+        self._undo.append(call_after_closure(plugin, self._before_update).close)
         self.begin()
+
+    @property
+    def _unfused(self) -> list[str]:
+        """Tables whose gradients are left to the user's optimizers; after the first step there may be more."""
+        updates = self.tables.updates
+        return [name for name in updates if not updates[name].in_backward and not self._shards(name)[0].replicated]
 
     def begin(self) -> None:
         """Forget what has changed so far."""

@@ -13,9 +13,12 @@ from typing import Any, TypeGuard
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_prefixed_message, rank_zero_info, rank_zero_warn
+from torch import nn
 from torch.multiprocessing.spawn import ProcessException
+from typing_extensions import override
 
 from lightning_distrec._compat.gloo import one_socket_thread
 from lightning_distrec._compat.lightning_checkpoints import upload_folders_too
@@ -214,14 +217,29 @@ def _prepare_and_launch(
             raise
 
 
+class NoBatchNorm(LayerSync):
+    """What sync_batchnorm=True does on a CPU: nothing, where a module has no layers for it."""
+
+    @override
+    def apply(self, model: nn.Module) -> nn.Module:
+        for path, layer in model.named_modules():
+            if isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
+                raise ConfigError(
+                    f"Trainer(sync_batchnorm=True) on a CPU, and '{path}' is {type(layer).__name__}: torch's "
+                    "SyncBatchNorm computes on GPUs only. Leave it out: each rank normalizes by its own batch."
+                )
+        return model
+
+    @override
+    def revert(self, model: nn.Module) -> nn.Module:
+        return model
+
+
 def check_trainer(strategy: Any, trainer_nodes: int) -> None:
     """Raise ConfigError: a strategy's Trainer contradicts the ranks that were started, or its device."""
     # Lightning has set it, a private attribute, by now.
     if vars(strategy).get("_layer_sync") is not None and strategy.root_device.type == "cpu":
-        raise ConfigError(
-            "Trainer(sync_batchnorm=True) on a CPU: torch's SyncBatchNorm computes on GPUs only. Leave it out: each "
-            "rank normalizes by its own batch."
-        )
+        vars(strategy)["_layer_sync"] = NoBatchNorm()
     launched, environment, num_devices = strategy.launched, strategy.cluster_environment, strategy.num_processes
     if launched is not None and launched.place is None:
         check_numbers(launched, num_devices, strategy.accelerator.auto_device_count(), trainer_nodes)

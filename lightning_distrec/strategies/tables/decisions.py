@@ -17,6 +17,7 @@ from lightning_distrec.optimizers.table_optimizer import OwnOptimizer, build_tab
 from lightning_distrec.optimizers.torchrec_optimizers import (
     ANNOUNCED,
     members_of,
+    refuse_markers,
     see_through,
     share_kernels,
     take_in_backward,
@@ -275,7 +276,7 @@ def decide(inputs: SetUpInputs, selection: SelectedTables, earlier: Mapping[str,
     warnings = selection.warnings
     if tables and inputs.fits:
         with StateOnMeta(table.parameter for table in tables):
-            optimizers, schedulers = init_optimizers_and_schedulers(module)
+            optimizers, schedulers = init_optimizers_and_schedulers(module, refuse_markers)
             optimizers = see_through(optimizers)
             updates, own_optimizers, in_backward, update_warnings = updates_in_fit(
                 selection,

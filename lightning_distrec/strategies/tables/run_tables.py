@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
@@ -23,7 +23,7 @@ from lightning_distrec.optimizers.step_hooks import (
     zero_with,
 )
 from lightning_distrec.optimizers.torchrec_optimizers import InBackwardSteps, members_of
-from lightning_distrec.optimizers.translation import ELEMENTWISE, LearningRates, TableUpdate, sparse_form
+from lightning_distrec.optimizers.translation import ELEMENTWISE, LearningRates, TableUpdate, can_sum_rows, sparse_form
 from lightning_distrec.optimizers.updates_in_backward import BackwardWatch, CollectionWatch, ManualWatch
 from lightning_distrec.ranks import Ranks
 from lightning_distrec.sharding.lookup.sharded_lookup import ShardedLookup
@@ -36,6 +36,7 @@ from lightning_distrec.sharding.weights.shard_access import without_guard, witho
 from lightning_distrec.strategies.data_parallel.losses import LossWeight
 from lightning_distrec.strategies.data_parallel.replicated_layers import ReplicaCheck
 from lightning_distrec.strategies.tables.replicas import AveragedRows, ExchangedGradients, Replicas
+from lightning_distrec.strategies.tables.summed_lookups import SummedLookups
 
 
 class Unfreezing:
@@ -74,7 +75,7 @@ class Unfreezing:
         sharding = self._shards.plan[name]
         kind = type(param_group.optimizer)
         has_dense_form = kind in ELEMENTWISE or (kind is RowWiseAdagrad and "column" not in sharding.sharding_type)
-        sparse, obstacle = sparse_form(param_group)
+        sparse, obstacle = sparse_form(param_group, can_sum_rows(shard.weight.dtype, shard.weight.device.type))
         if (sparse is None and not has_dense_form) or sharding.compute_kernel.startswith("fused_uvm"):
             reason = obstacle or f"its kernel is {sharding.compute_kernel}, whose rows an optimizer cannot reach"
             raise OptimizerError(
@@ -116,15 +117,27 @@ class RunTables:
     def __post_init__(self) -> None:
         self._num_steps: dict[int, int] = {}
         self.user_step = self.shards.state
-        shards_of = self.shards.shards
         # Flat, for a check at each step: a walk through the tables would cost host time with every further table.
-        self._fused_shards = [shard.weight for name in self.fused_tables for shard in shards_of[name]]
+        self._fused_shards = self._find_fused_shards()
         # Also where an evaluation, or code after the run, looks up what an earlier fit has trained.
         self.backward_watch = BackwardWatch(self.shards.fused_tables)
         self._manual_watch: ManualWatch | None = None
         self.unfreezing = Unfreezing(self.shards, self.updates)
         self._added_tables = AddedTables({})
         self._has_begun = False
+        self._summed_lookups = SummedLookups(self.shards, self.updates, self.num_fused_steps, self._leave_backward)
+
+    def _leave_backward(self, name: str) -> None:
+        """A fused table is updated by the user's optimizer from now on."""
+        if name in self.shards.fused_tables:
+            self.shards.fused_tables.remove(name)
+        if self.in_backward is not None:
+            self.in_backward.step_shards(name, self.shards.parameters()[name])
+        self.learning_rates.follow_updates()
+        self._fused_shards = self._find_fused_shards()
+
+    def _find_fused_shards(self) -> list[nn.Parameter]:
+        return [shard.weight for name in self.fused_tables for shard in self.shards.shards[name]]
 
     @property
     def own_optimizers(self) -> list[Optimizer]:
@@ -168,6 +181,9 @@ class RunTables:
                 tables = [t.full_name for t in self.shards.tables_of(lookup.path) if t.full_name in fused]
                 lookup.update_watch = CollectionWatch(self._manual_watch, tables, self.shards.learns)
                 self.undo.callback(setattr, lookup, "update_watch", watch_after_run)
+        if self.shards.groups.num_replicas == 1:
+            self._summed_lookups.begin(self.lookups)
+            self.undo.callback(self._summed_lookups.end_first_step)
 
     def lookups_of(self, names: Container[str]) -> list[ShardedLookup]:
         """Return the lookups of collections with some of these tables."""
@@ -325,6 +341,7 @@ class RunTables:
     def _note_update(self) -> None:
         # Gathered weights are of before the update.
         self.shards.state.num_changes += 1
+        self._summed_lookups.end_first_step()
         if self.groups is not None:
             self.groups.after_optimizer_step()
         for lookup in self.lookups:

@@ -29,7 +29,14 @@ from lightning_distrec.errors import OptimizerError, ShardingError
 from lightning_distrec.gpu import require_kernels
 from lightning_distrec.optimizers.param_groups import replace_parameters, rewrite_groups
 from lightning_distrec.optimizers.torchrec_optimizers import members_of
-from lightning_distrec.optimizers.translation import NO_UPDATE, LearningRates, TableUpdate, frozen, sparse_form
+from lightning_distrec.optimizers.translation import (
+    NO_UPDATE,
+    LearningRates,
+    TableUpdate,
+    can_sum_rows,
+    frozen,
+    sparse_form,
+)
 from lightning_distrec.sharding.initial_weights import TableShard
 from lightning_distrec.sharding.lookup.lookup_setup import LookupSetup, TableUse
 from lightning_distrec.sharding.lookup.sharded_lookup import ShardedLookup
@@ -220,7 +227,11 @@ def _shard(
     # In-backward optimizers step in every backward in one process too.
     shards.fused_tables = [n for n, update in updates.items() if update.in_backward and n not in decisions.in_backward]
     shards.fill_optimizer_state({name: u.initial_state for name, u in updates.items() if u.in_backward})
-    rows_only = {name: _rows_only(update) for name, update in updates.items() if not update.in_backward}
+    rows_only = {
+        name: _rows_only(update, can_sum_rows(unsharded[name].dtype, inputs.device.type))
+        for name, update in updates.items()
+        if not update.in_backward
+    }
     shards.keep_gradients(rows_only)
     # Only now do the user's optimizers hold shards: configure_optimizers ran on the unsharded parameters, since after
     # sharding their order and number would be others. Fused tables leave the groups, FBGEMM updates them.
@@ -252,13 +263,16 @@ def _connect(inputs: SetUpInputs, run_tables: RunTables, decisions: Decisions) -
         for shard in run_tables.shards.shards[name]:
             # A fused table's weight gets no gradient from lookups. One that arrives is of another use of the
             # weight, which the update inside of backward would miss.
-            shard.weight.register_post_accumulate_grad_hook(partial(_refuse_direct_gradient, name))
+            refuse = partial(_refuse_direct_gradient, name, run_tables.updates)
+            shard.weight.register_post_accumulate_grad_hook(refuse)
 
 
-def _rows_only(update: TableUpdate) -> bool:
+def _rows_only(update: TableUpdate, sums_rows: bool) -> bool:
     """Whether gradients hold touched rows only; those of a frozen table suit its optimizer, if it is unfrozen later."""
-    if update.kind == "frozen" and update.param_group is not None:
-        return sparse_form(update.param_group)[0] is not None
+    if update.param_group is None:
+        return sums_rows
+    if update.kind == "frozen":
+        return sparse_form(update.param_group, sums_rows)[0] is not None
     return update.kind != "dense"
 
 
@@ -303,9 +317,7 @@ def _look_up(
         if compare is not None and isinstance(tables[0].plain, nn.Embedding):
             # The ids of an nn.Embedding may have any shape: their number is not the number of examples.
             compare = weight.add_ids if only_rows and learning else None
-        # Tables whose gradients are kept, and whose rows are all on other ranks.
-        trained = [table for table in tables if not updates[table.full_name].in_backward]
-        rowless = {t.name: t.full_name for t in trained if not shards.shards[t.full_name][0].weight.numel()}
+        rowless = {t.name: t.full_name for t in tables if not shards.shards[t.full_name][0].weight.numel()}
         lookup = ShardedLookup(
             LookupSetup(
                 sharded=sharded,
@@ -319,7 +331,7 @@ def _look_up(
                 output_dtype=inputs.output_dtype,
                 compare_examples=compare,
                 note_used_tables=partial(shards.note_used_tables, path),
-                note_gradients=partial(_note_gradients, shards.state.reached, rowless) if rowless else None,
+                note_gradients=partial(_note_gradients, shards.state.reached, rowless, updates) if rowless else None,
                 groups=shards.groups,
                 mapped=mapped_ids(shards, path, updates),
             )
@@ -331,11 +343,18 @@ def _look_up(
     return run_tables
 
 
-def _note_gradients(reached: set[str], rowless: dict[str, str], table: str | None) -> None:
-    reached.update(rowless.values() if table is None else [rowless[table]] if table in rowless else [])
+def _note_gradients(
+    reached: set[str], rowless: dict[str, str], updates: Mapping[str, TableUpdate], table: str | None
+) -> None:
+    """Note tables whose gradients are kept, and whose rows are all on other ranks. table: one; None: all of them."""
+    names = (name for key, name in rowless.items() if table in (None, key))
+    reached.update(name for name in names if not updates[name].in_backward)
 
 
-def _refuse_direct_gradient(name: str, weight: torch.Tensor) -> None:
+def _refuse_direct_gradient(name: str, updates: Mapping[str, TableUpdate], weight: torch.Tensor) -> None:
+    # Autograd calls this without a gradient too, in a first step, which may leave some on shards (SummedLookups).
+    if weight.grad is None or not updates[name].in_backward:
+        return
     weight.grad = None
     raise OptimizerError(
         f"the loss uses the weight of '{name}' itself, not only rows that were looked up (for example an L2 term), "

@@ -101,6 +101,7 @@ RUNS: dict[str, tuple[Any, ...]] = {
     "scheduler": (fit_with_each, ClickModel, ALL, {}, LATER, 5),
     **{kind.__name__: (fit_with_each, kind, ALL) for kind in MANUAL},
     "SkipsSteps": (fit_with_each, SkipsSteps, ALL),
+    "LooksUpTwice auto": (fit_with_each, LooksUpTwice, ("SGD", "Adagrad", "RowWiseAdagrad")),
     "LooksUpTwice sparse": (fit_with_each, LooksUpTwice, ("Adagrad",), {"embedding_update": "sparse"}),
     "LooksUpTwice dense": (fit_with_each, LooksUpTwice, ("Adagrad", "RowWiseAdagrad"), {"embedding_update": "dense"}),
 }
@@ -165,5 +166,5 @@ def test_gradients_of_several_lookups_make_one_update(results: dict[str, Any]) -
     def plain(name: str) -> State:
         return train_plain(seeded(LooksUpTwice, *OPTIMIZERS[name]), global_batches())
 
-    for update in ("sparse", "dense"):
+    for update in ("auto", "sparse", "dense"):
         assert_equal(results[f"LooksUpTwice {update}"], plain)

@@ -133,10 +133,19 @@ class InSetUp(Late):
 
 
 class InConfigureModel(Late):
+    """Builds its tables in configure_model, where they have no rows yet."""
+
+    kinds = (ADAM, ROW_WISE, ADAGRAD)
     hook = "configure_model"
 
     def __init__(self) -> None:
         super().__init__(meta=True)
+
+    def configure_model(self) -> None:
+        if self.ebc is None:
+            super().configure_model()
+            for weight in self.ebc.parameters():
+                torch.nn.init.constant_(weight, 0.5)
 
 
 class InConfigureOptimizers(Late):
@@ -191,6 +200,10 @@ class Twice(LooksUpTwice, InBackward):
     """Calls its collection twice in a step."""
 
     kinds = (SGD,)
+
+
+class TwiceSummed(Twice):
+    kinds = (ROW_WISE, ADAGRAD)
 
 
 class Filtered(InBackward):
@@ -254,6 +267,16 @@ class Marked(InBackward):
     kinds = ((torchrec_optim.PartialRowWiseAdam, {"lr": 0.1}),)
 
 
+class MarkedInDict(Keyed):
+    def configure(self) -> Any:
+        return {"optimizer": torchrec_optim.LAMB(self.parameters(), lr=0.1)}
+
+
+class MarkedInList(Keyed):
+    def configure(self) -> Any:
+        return [optim.SGD(self.mlp.parameters(), lr=0.1), torchrec_optim.Adagrad(self.ebc.parameters(), lr=0.1)]
+
+
 class Two(InBackward):
     """Applies a second one."""
 
@@ -292,11 +315,14 @@ CASES = {
     "Adam, by columns": Case(Adam, {"tables": SHARDINGS}),
     "another over everything": Case(AllInOptimizer, fused="fused"),
     "setup": Case(InSetUp, fused="fused"),
+    "configure_model": Case(InConfigureModel),
+    "configure_model, replicated": Case(InConfigureModel, {"tables": {"wide": {"replicated": True}}}),
     "configure_optimizers": Case(InConfigureOptimizers, fused="fused"),
     "rates": Case(Rates),
     "rates, by columns": Case(Rates, {"tables": {"wide": SHARDINGS["wide"]}}),
     "by hand": Case(ByHand),
     "twice": Case(Twice, fused="fused"),
+    "twice, summed": Case(TwiceSummed),
     "accumulated": Case(Mixed, trainer=accumulated),
     "clipped": Case(Mixed, trainer=clipped),
     "sparse": Case(OnePerTable, {"tables": {"wide": {"embedding_update": "sparse"}}}, accumulated),
@@ -333,7 +359,9 @@ def results() -> dict[str, Any]:
 @pytest.mark.parametrize("name", CASES)
 def test_tables_train_as_in_one_process(results: dict[str, Any], name: str) -> None:
     expected = _fit_in_one_process(CASES[name], 2)
-    before = seeded(CASES[name].model).state_dict()
+    model = seeded(CASES[name].model)
+    model.configure_model()
+    before = model.state_dict()
     assert largest_difference(expected, before)["tables"] > 1e-3
     state, reasons = results[name]
     assert max(largest_difference(state, expected).values()) < 1e-6
@@ -391,6 +419,12 @@ REFUSED = {
         "is averaged over ranks once",
     ),
     "kernel's name": (Case(Marked), "torchrec.optim.PartialRowWiseAdam (by apply_optimizer_in_backward of table"),
+    "kernel's name in a dict": (
+        Case(MarkedInDict),
+        "torchrec.optim.LAMB (by configure_optimizers) only names a kernel of FBGEMM, and no process can step it. In "
+        "configure_optimizers, or for tables alone by table_optimizer, use RowWiseAdagrad",
+    ),
+    "kernel's name in a list": (Case(MarkedInList), "OptimizerError: torchrec.optim.Adagrad (by configure_optimizers)"),
     "warm-up": (Case(Warm), "WarmupOptimizer, which changes rates or gradients inside of `step`"),
     "clipping": (Case(Clipped), "set gradient_clip_val and gradient_clip_algorithm"),
 }

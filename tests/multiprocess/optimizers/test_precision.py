@@ -5,10 +5,12 @@ from io import StringIO
 from itertools import product
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagCollection, EmbeddingCollection, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import DataType
 
@@ -25,6 +27,7 @@ from tests.support.click_model import (
 )
 from tests.support.parameters import slow_except
 from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
+from tests.support.trainers import DEFAULTS
 
 SGD = (torch.optim.SGD, {"lr": 0.1})
 # An eps that keeps the rounding of gradients near 0 from becoming steps of the full rate.
@@ -226,11 +229,30 @@ def test_scaling_clipping_and_accumulating_together() -> None:
     assert _too_far(actual, model.state_dict()) <= 1e-4
 
 
-@pytest.mark.parametrize("strategy", [{"embedding_update": "sparse"}, {"embedding_update": "dense"}, {}])
-def test_float16_tables_train_with_every_update(strategy: dict[str, Any]) -> None:
+FLOAT16: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "fused": ({}, {}),
+    "dense": ({"embedding_update": "dense"}, {}),
+    "accumulated": ({}, {"accumulate_grad_batches": 2}),
+    "clipped": ({}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
+}
+
+
+@pytest.mark.parametrize("name", FLOAT16)
+def test_float16_tables_train_with_every_update(name: str) -> None:
     optimizer = (torch.optim.SGD, {"lr": 1.0})
-    actual, _, printed = run_on_warm_ranks(_train, 2, HalfTables, optimizer, strategy, {})[0]
+    strategy, options = FLOAT16[name]
+    actual, _, printed = run_on_warm_ranks(_train, 2, HalfTables, optimizer, strategy, dict(options))[0]
     assert all(actual[key].dtype == torch.float16 for key in actual if "ebc" in key)
     assert "float16" in printed
-    expected = _plain(HalfTables, optimizer)
-    assert _too_far(actual, {key: value.float() for key, value in expected.items()}) <= 1e-3
+    expected = seeded(HalfTables, *optimizer)
+    trainer = pl.Trainer(strategy="auto", devices=1, **(DEFAULTS | options))
+    trainer.fit(expected, DataLoader([_global_batch(step) for step in range(STEPS)], None))
+    state = expected.state_dict()
+    assert _too_far(actual, {key: value.float() for key, value in state.items()}) <= 1e-3
+    start = seeded(HalfTables, *optimizer).state_dict()
+    assert min(float((state[key] - start[key]).abs().max()) for key in state) > 1e-3
+
+
+def test_sparse_gradients_of_float16_tables_are_refused_on_a_cpu() -> None:
+    with pytest.raises(Exception, match="adds up no sparse gradients in half precision on a CPU. Set embedding_update"):
+        run_on_warm_ranks(_train, 2, HalfTables, SGD, {"embedding_update": "sparse"}, {})

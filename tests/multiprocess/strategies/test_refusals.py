@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelPruning
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
@@ -16,7 +17,7 @@ from lightning_distrec import TorchRecShardedStrategy, TunedDDPStrategy
 from lightning_distrec.errors import ConfigError, UnsupportedError
 from tests.support.click_model import ClickModel, SequenceModel, bag_configs, rank_loader, seeded, train_sharded
 from tests.support.embedding_models import TwoTower, loader, pairs, too_far, train_unsharded
-from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_warm_ranks
+from tests.support.ranks import RankFailed, rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.trainers import DEFAULTS, make_trainer
 
 SGD = (torch.optim.SGD, {"lr": 0.1})
@@ -334,9 +335,22 @@ def test_debugging_in_detail_is_refused_before_torch_ends_the_ranks() -> None:
         assert all("Set INFO" in text for text in messages)
 
 
-@pytest.mark.parametrize("strategy", ["ddp_tuned", "fsdp_tuned", "torchrec_sharded"])
-def test_batch_normalization_over_ranks_is_refused_on_a_cpu(strategy: str) -> None:
-    with pytest.raises(
-        ConfigError, match=r"Trainer\(sync_batchnorm=True\) on a CPU: torch's SyncBatchNorm computes on GPUs"
-    ):
-        pl.Trainer(strategy=strategy, devices=2, sync_batchnorm=True, **DEFAULTS)
+def _fit_with_batch_norm(strategy: str, layer: type) -> str:
+    model = BoringModel()
+    model.layer = torch.nn.Sequential(layer(32), model.layer)
+    trainer = pl.Trainer(strategy=strategy, devices=2, sync_batchnorm=True, **(DEFAULTS | {"max_steps": 1}))
+    try:
+        trainer.fit(model)
+    except ConfigError as error:
+        return str(error)
+    return f"{trainer.global_step} step"
+
+
+def test_batch_normalization_over_ranks_is_refused_on_a_cpu() -> None:
+    layers = {"BatchNorm1d": torch.nn.BatchNorm1d, "LayerNorm": torch.nn.LayerNorm}
+    kinds = ["ddp_tuned", "fsdp_tuned", "torchrec_sharded"]
+    calls = {f"{kind} {name}": (_fit_with_batch_norm, kind, layers[name]) for kind in kinds for name in layers}
+    for results in run_each_on_ranks(calls, 2):
+        for call, result in results.items():
+            expected = "1 step" if "LayerNorm" in call else "'layer.0' is BatchNorm1d: torch's SyncBatchNorm computes"
+            assert expected in result, (call, result)

@@ -59,6 +59,10 @@ def test_sparse_can_be_asked_for_where_it_is_exact() -> None:
     assert decide(optim.Adagrad, mode="sparse").reason == "asked for"
     with pytest.raises(OptimizerError, match="embedding_update='sparse', but Adam moves rows that no id touched"):
         decide(optim.Adam, mode="sparse")
+    by_hand = decide(optim.SparseAdam, later="manual optimization; fused on request")
+    assert (by_hand.kind, by_hand.reason) == ("sparse", "SparseAdam takes sparse gradients")
+    with pytest.raises(OptimizerError, match="SparseAdam is not known. Set embedding_update='sparse'"):
+        decide(optim.SparseAdam, mode="fused")
     with pytest.raises(OptimizerError, match="SparseAdam needs sparse gradients"):
         decide(optim.SparseAdam, mode="dense")
 

@@ -1,0 +1,99 @@
+"""Tables that FBGEMM updates once for each lookup, where a step makes several: their gradients must be summed first.
+
+The first step shows it. Until it is over, backward can take both ways: through FBGEMM's kernels, or past them to the
+shards, on which the user's optimizer steps. The second lookup of a collection, made before backward, decides.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_distrec.optimizers.translation import TableUpdate, can_sum_rows, summed_form
+from lightning_distrec.sharding.lookup.sharded_lookup import ShardedLookup
+from lightning_distrec.sharding.row_gradients import LocalShard
+from lightning_distrec.sharding.sharded_tables import ShardedTables
+from lightning_distrec.sharding.tables import Table
+
+
+class SummedLookups:
+    """Follows the lookups of a fit's first step. updates: full name -> what updates the table; changed in place.
+
+    num_steps: returns how many steps the optimizer of a table has made. on_change: called with a table's name.
+    """
+
+    def __init__(
+        self,
+        shards: ShardedTables,
+        updates: dict[str, TableUpdate],
+        num_steps: Callable[[str], int],
+        on_change: Callable[[str], None],
+    ) -> None:
+        self._shards, self._updates = shards, updates
+        self._num_steps, self._on_change = num_steps, on_change
+        self._summed: set[str] = set()
+        """Paths of collections."""
+        self._first_step = ExitStack()
+
+    def begin(self, lookups: Iterable[ShardedLookup]) -> None:
+        """The first step may begin."""
+        for lookup in lookups:
+            tables = [t for t in self._shards.tables_of(lookup.path) if not self._updates[t.full_name].adds_up]
+            if tables and all(map(self._can_be_summed, tables)):
+                self._follow(lookup, {table.full_name for table in tables})
+
+    def end_first_step(self) -> None:
+        """An optimizer has stepped. Where one lookup was made, FBGEMM alone updates the tables from now on."""
+        self._first_step.close()
+
+    def _can_be_summed(self, table: Table) -> bool:
+        update, kernel = self._updates[table.full_name], self._shards.plan[table.full_name].compute_kernel
+        # An optimizer reaches neither rows in UVM nor, for ids that are evicted, the state of their rows.
+        is_reached = table.mapping is None and not kernel.startswith("fused_uvm")
+        return is_reached and update.kind == "fused" and not update.is_asked_for
+
+    def _follow(self, lookup: ShardedLookup, names: set[str]) -> None:
+        handles = self._shards.keep_gradients_if(names, lambda: lookup.path in self._summed)
+        lookup.sums_gradients = True
+        lookup.second_gradients.on_second = partial(self._sum, lookup, names)
+        self._first_step.callback(self._leave, lookup, handles)
+
+    def _leave(self, lookup: ShardedLookup, handles: list[Any]) -> None:
+        lookup.second_gradients.on_second = None
+        if lookup.path not in self._summed:
+            lookup.sums_gradients = False
+            for handle in handles:
+                handle.remove()
+
+    def _sum(self, lookup: ShardedLookup, names: set[str]) -> None:
+        """Let the user's optimizer step on the tables from this step on, on all ranks: they make the same lookups."""
+        self._summed.add(lookup.path)
+        memory = self._shards.fused_state()
+        for name in sorted(names):
+            update, shards = self._updates[name], self._shards.shards[name]
+            weight = shards[0].weight
+            self._updates[name] = summed_form(name, update, can_sum_rows(weight.dtype, weight.device.type))
+            for shard in shards:
+                self._bring_state(name, update, shard, memory)
+                shard.sparse = self._updates[name].kind == "sparse"
+            rank_zero_info(
+                f"table '{name}' is looked up more than once in a step: {self._updates[name].kind} from now on."
+            )
+            self._on_change(name)
+        lookup.sum_gradients()
+
+    def _bring_state(
+        self, name: str, update: TableUpdate, shard: LocalShard, memory: Mapping[int, list[torch.Tensor]]
+    ) -> None:
+        """Let the user's optimizer go on with the state that FBGEMM has kept, in its memory."""
+        if id(shard) not in memory:
+            return
+        assert update.param_group is not None
+        state = {"step": torch.tensor(float(self._num_steps(name)))}
+        for (key, per_row), value in zip(update.state_keys, memory[id(shard)], strict=True):
+            columns = value.detach().view(-1, 1) if per_row else value.detach()
+            state[key] = columns.to(shard.weight.dtype)
+        update.param_group.optimizer.state[shard.weight] = state
