@@ -1,9 +1,12 @@
 """Checks and reads the values of options, which come from Python, from YAML as dicts, or from the environment."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from enum import Enum
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -17,18 +20,86 @@ DEFAULT_TIMEOUT_SECONDS = 1800.0
 
 
 def plain(value: Any) -> Any:
-    """Return a value of numpy as Python's own, in containers too: `frame.item.max() + 1` is a number as any other."""
+    """Return a value of numpy as Python's own, an enum's member as its value; in containers too."""
     if isinstance(value, np.generic):
         return value.item()
+    if isinstance(value, Enum):
+        return value.value
     if isinstance(value, Mapping):
         return {key: plain(entry) for key, entry in value.items()}
     return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
 
 
 def plain_fields(options: Any) -> None:
-    """Let the fields of a dataclass hold plain values. Called first in its __post_init__."""
+    """Let the fields of a dataclass hold plain values. Called first in its __post_init__.
+
+    Raises ConfigError: a value is not of its field's type.
+    """
     for name, value in vars(options).items():
         object.__setattr__(options, name, plain(value))
+    check_types(vars(options), type(options), f"{type(options).__name__}: ")
+
+
+type_hints = cache(get_type_hints)
+
+
+def check_types(values: Mapping[str, Any], annotated: Any, prefix: str = "") -> None:
+    """Raise ConfigError: a value is not of the type that a class or a function has for its name.
+
+    prefix: of the name in the error.
+    """
+    hints = type_hints(annotated)
+    for name, value in values.items():
+        kinds = list(_alternatives(hints[name]))
+        if any(_fits(plain(value), kind) for kind in kinds):
+            continue
+        named = [kind for kind in kinds if kind is not NoneType]
+        if isinstance(value, str) and {get_origin(kind) for kind in named} == {Literal}:
+            check_choice(f"{prefix}{name}", value, get_args(named[0]))
+        words = ", or ".join(map(_in_words, named))
+        hint = ""
+        if isinstance(value, str):
+            hint = f": write [{value!r}]" if "a list" in words else ", not a text"
+        raise ConfigError(f"{prefix}{name}={value!r}: must be {words}{hint}.")
+
+
+def _alternatives(annotation: Any) -> Iterator[Any]:
+    if get_origin(annotation) in (Union, UnionType):
+        for alternative in get_args(annotation):
+            yield from _alternatives(alternative)
+    else:
+        yield annotation
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    arguments, origin = get_args(kind), get_origin(kind) or kind
+    if origin is Any:
+        return True
+    if origin is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in arguments)
+    if is_dataclass(origin):  # its options, or an object of TorchRec's; they are checked where they are read
+        return is_dataclass(value) or isinstance(value, Mapping)
+    if issubclass(origin, Mapping):
+        is_mapping = isinstance(value, Mapping)
+        return is_mapping and _fits([*value], list[arguments[0]]) and _fits([*value.values()], list[arguments[1]])
+    if origin in (list, tuple):
+        is_list = isinstance(value, (list, tuple))
+        return is_list and all(any(_fits(part, kind) for kind in _alternatives(arguments[0])) for part in value)
+    if isinstance(value, bool):
+        return origin is bool
+    return isinstance(value, (int, float) if origin is float else origin)
+
+
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", NoneType: "null"}
+
+
+def _in_words(kind: Any) -> str:
+    origin = get_origin(kind) or kind
+    if origin is Literal:
+        return ", ".join(map(repr, get_args(kind)))
+    if is_dataclass(origin):
+        return f"options, some of {', '.join(field.name for field in fields(kind))}"
+    return _WORDS.get(origin) or f"a {origin.__name__.lower()}"
 
 
 def check_choice(name: str, value: object, choices: Iterable[object]) -> None:

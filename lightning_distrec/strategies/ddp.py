@@ -33,6 +33,7 @@ from lightning_distrec.strategies.estimates.dense_options import activation_budg
 from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded
 from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
+from lightning_distrec.strategies.run.strategy_arguments import check_arguments
 from lightning_distrec.strategies.stages.absent_tensors import refuse_absent
 
 
@@ -85,6 +86,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         zero_optimizer: bool = False,
         **run_options: Any,
     ) -> None:
+        check_arguments(TunedDDPStrategy, locals())
         if powersgd is not None and comm_dtype != "fp32":
             raise ConfigError(f"powersgd and comm_dtype={comm_dtype!r} both say how gradients are sent. Set one.")
         self._powersgd = None if powersgd is None else as_options("powersgd", PowerSGDOptions, powersgd)
