@@ -1,6 +1,6 @@
 """Checks and reads the values of options, which come from Python, from YAML as dicts, or from the environment."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from enum import Enum
@@ -48,58 +48,53 @@ def check_types(values: Mapping[str, Any], annotated: Any, prefix: str = "") -> 
 
     prefix: of the name in the error.
     """
-    hints = type_hints(annotated)
     for name, value in values.items():
-        kinds = list(_alternatives(hints[name]))
-        if any(_fits(plain(value), kind) for kind in kinds):
+        hint = type_hints(annotated)[name]
+        if _fits(plain(value), hint):
             continue
-        named = [kind for kind in kinds if kind is not NoneType]
-        if isinstance(value, str) and {get_origin(kind) for kind in named} == {Literal}:
-            check_choice(f"{prefix}{name}", value, get_args(named[0]))
-        words = ", or ".join(map(_in_words, named))
-        hint = ""
-        if isinstance(value, str):
-            hint = f": write [{value!r}]" if "a list" in words else ", not a text"
-        raise ConfigError(f"{prefix}{name}={value!r}: must be {words}{hint}.")
-
-
-def _alternatives(annotation: Any) -> Iterator[Any]:
-    if get_origin(annotation) in (Union, UnionType):
-        for alternative in get_args(annotation):
-            yield from _alternatives(alternative)
-    else:
-        yield annotation
+        alternatives = get_args(hint) if get_origin(hint) in _UNIONS else (hint,)
+        kinds = [kind for kind in alternatives if kind is not NoneType]
+        if isinstance(value, str) and get_origin(kinds[0]) is Literal and not kinds[1:]:
+            check_choice(f"{prefix}{name}", value, get_args(kinds[0]))
+        words = ", or ".join(map(_in_words, kinds))
+        text_hint = f": write [{value!r}]" if "a list" in words else ", not a text"
+        end = text_hint if isinstance(value, str) else ""
+        raise ConfigError(f"{prefix}{name}={value!r}: must be {words}{end}.")
 
 
 def _fits(value: Any, kind: Any) -> bool:
     arguments, origin = get_args(kind), get_origin(kind) or kind
-    if origin is Any:
-        return True
+    if origin in _UNIONS:
+        return any(_fits(value, alternative) for alternative in arguments)
     if origin is Literal:
-        return any(value == choice and type(value) is type(choice) for choice in arguments)
-    if is_dataclass(origin):  # its options, or an object of TorchRec's; they are checked where they are read
+        return repr(value) in map(repr, arguments)  # True is no 1
+    if is_dataclass(origin):  # or an object of TorchRec's, or a dict, whose options are checked where they are read
         return is_dataclass(value) or isinstance(value, Mapping)
-    if issubclass(origin, Mapping):
+    if origin in (dict, Mapping):
         is_mapping = isinstance(value, Mapping)
         return is_mapping and _fits([*value], list[arguments[0]]) and _fits([*value.values()], list[arguments[1]])
     if origin in (list, tuple):
-        is_list = isinstance(value, (list, tuple))
-        return is_list and all(any(_fits(part, kind) for kind in _alternatives(arguments[0])) for part in value)
+        return isinstance(value, (list, tuple)) and all(_fits(part, arguments[0]) for part in value)
     if isinstance(value, bool):
-        return origin is bool
-    return isinstance(value, (int, float) if origin is float else origin)
+        return origin in (bool, Any)
+    return origin is Any or isinstance(value, (int, float) if origin is float else origin)
 
 
-_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", NoneType: "null"}
+_UNIONS = (Union, UnionType)
+_WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+    dict: "a dict",
+}
 
 
 def _in_words(kind: Any) -> str:
-    origin = get_origin(kind) or kind
-    if origin is Literal:
+    if get_origin(kind) is Literal:
         return ", ".join(map(repr, get_args(kind)))
-    if is_dataclass(origin):
-        return f"options, some of {', '.join(field.name for field in fields(kind))}"
-    return _WORDS.get(origin) or f"a {origin.__name__.lower()}"
+    return _WORDS.get(get_origin(kind) or kind, "options")
 
 
 def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
