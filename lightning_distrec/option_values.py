@@ -5,6 +5,7 @@ from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from enum import Enum
 from functools import cache
+from itertools import repeat
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -72,7 +73,11 @@ def _fits(value: Any, kind: Any) -> bool:
         return is_dataclass(value) or isinstance(value, Mapping)
     if origin in (dict, Mapping):
         is_mapping = isinstance(value, Mapping)
-        return is_mapping and _fits([*value], list[arguments[0]]) and _fits([*value.values()], list[arguments[1]])
+        return (
+            is_mapping
+            and all(map(_fits, value, repeat(arguments[0])))
+            and all(map(_fits, value.values(), repeat(arguments[1])))
+        )
     if origin in (list, tuple):
         return isinstance(value, (list, tuple)) and all(_fits(part, arguments[0]) for part in value)
     if isinstance(value, bool):
