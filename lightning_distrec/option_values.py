@@ -1,9 +1,13 @@
 """Checks and reads the values of options, which come from Python, from YAML as dicts, or from the environment."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from enum import Enum
+from functools import cache
+from itertools import repeat
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -17,18 +21,85 @@ DEFAULT_TIMEOUT_SECONDS = 1800.0
 
 
 def plain(value: Any) -> Any:
-    """Return a value of numpy as Python's own, in containers too: `frame.item.max() + 1` is a number as any other."""
+    """Return a value of numpy as Python's own, an enum's member as its value; in containers too."""
     if isinstance(value, np.generic):
         return value.item()
+    if isinstance(value, Enum):
+        return value.value
     if isinstance(value, Mapping):
         return {key: plain(entry) for key, entry in value.items()}
     return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
 
 
 def plain_fields(options: Any) -> None:
-    """Let the fields of a dataclass hold plain values. Called first in its __post_init__."""
+    """Let the fields of a dataclass hold plain values. Called first in its __post_init__.
+
+    Raises ConfigError: a value is not of its field's type.
+    """
     for name, value in vars(options).items():
         object.__setattr__(options, name, plain(value))
+    check_types(vars(options), type(options), f"{type(options).__name__}: ")
+
+
+type_hints = cache(get_type_hints)
+
+
+def check_types(values: Mapping[str, Any], annotated: Any, prefix: str = "") -> None:
+    """Raise ConfigError: a value is not of the type that a class or a function has for its name.
+
+    prefix: of the name in the error.
+    """
+    for name, value in values.items():
+        hint = type_hints(annotated)[name]
+        if _fits(plain(value), hint):
+            continue
+        alternatives = get_args(hint) if get_origin(hint) in _UNIONS else (hint,)
+        kinds = [kind for kind in alternatives if kind is not NoneType]
+        if isinstance(value, str) and get_origin(kinds[0]) is Literal and not kinds[1:]:
+            check_choice(f"{prefix}{name}", value, get_args(kinds[0]))
+        words = ", or ".join(map(_in_words, kinds))
+        text_hint = f": write [{value!r}]" if "a list" in words else ", not a text"
+        end = text_hint if isinstance(value, str) else ""
+        raise ConfigError(f"{prefix}{name}={value!r}: must be {words}{end}.")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    arguments, origin = get_args(kind), get_origin(kind) or kind
+    if origin in _UNIONS:
+        return any(_fits(value, alternative) for alternative in arguments)
+    if origin is Literal:
+        return repr(value) in map(repr, arguments)  # True is no 1
+    if is_dataclass(origin):  # or an object of TorchRec's, or a dict, whose options are checked where they are read
+        return is_dataclass(value) or isinstance(value, Mapping)
+    if origin in (dict, Mapping):
+        is_mapping = isinstance(value, Mapping)
+        return (
+            is_mapping
+            and all(map(_fits, value, repeat(arguments[0])))
+            and all(map(_fits, value.values(), repeat(arguments[1])))
+        )
+    if origin in (list, tuple):
+        return isinstance(value, (list, tuple)) and all(_fits(part, arguments[0]) for part in value)
+    if isinstance(value, bool):
+        return origin in (bool, Any)
+    return origin is Any or isinstance(value, (int, float) if origin is float else origin)
+
+
+_UNIONS = (Union, UnionType)
+_WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+    dict: "a dict",
+}
+
+
+def _in_words(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return ", ".join(map(repr, get_args(kind)))
+    return _WORDS.get(get_origin(kind) or kind, "options")
 
 
 def check_choice(name: str, value: object, choices: Iterable[object]) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import importlib
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +28,21 @@ def sharded_and_unsharded_parameters(module: Any) -> Iterator[tuple[Any, Any]]:
         for parameter in group.fsdp_params:
             if hasattr(parameter, "_unsharded_param"):
                 yield parameter.sharded_param, parameter
+
+
+def assign_to(module: Any, places: Mapping[int, Iterable[Any]]) -> None:
+    """Let an FSDP module assign its sharded and unsharded parameters to `places` too, as their attribute `parameter`.
+
+    places: id of a sharded parameter -> its places.
+    """
+    # As to modules that share a parameter. Source: torch/distributed/fsdp/_fully_shard/_fsdp_param.py,
+    # _setattr_on_modules.
+    for group in _param_groups(module):
+        for parameter in group.fsdp_params:
+            holders = parameter._module_info
+            for place in places.get(id(parameter.sharded_param), ()):
+                holders.shared_modules.append(place)
+                holders.shared_param_names.append("parameter")
 
 
 def reduces_gradients(module: Any) -> bool:

@@ -28,7 +28,7 @@ class IncrementalOptions:
         plain_fields(self)
         for name in ("every", "full_every", "keep"):
             value = getattr(self, name)
-            if type(value) is not int or value < 1:
+            if value < 1:
                 raise ConfigError(f"checkpoint: incremental: {name}={value!r} must be a whole number of at least 1.")
         if self.full_every % self.every:
             problem = f"full_every={self.full_every} is no multiple of every={self.every}"
@@ -84,8 +84,6 @@ class CheckpointOptions:
             parse_bandwidth(limit, setting)
             if not self.async_save:
                 raise ConfigError(f"{setting} limits what is written while training goes on. Set async_save=True too.")
-        if not isinstance(self.rename, dict):
-            raise ConfigError(f"checkpoint: rename={self.rename!r} must map names of the checkpoint to the module's.")
 
     @property
     def writing_limit(self) -> float:

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import shutil
 import sys
 import threading
 import time
@@ -22,6 +23,7 @@ from lightning_distrec.chunks import ChunkedTensor
 from lightning_distrec.errors import CheckpointError
 from lightning_distrec.host_memory import release_free_memory
 from lightning_distrec.ranks import Ranks
+from lightning_distrec.units import format_bytes
 
 # Of the process, not of one Saver: loggers know a checkpoint's path, and not the strategy that writes it.
 writing: dict[Path, Thread] = {}
@@ -186,8 +188,11 @@ def on_all_ranks(ranks: RanksOfThread, path: Path, action: Callable[[], T]) -> T
         try:
             return action()
         except OSError as error:
+            existing = next(folder for folder in path.absolute().parents if folder.exists())
+            free = format_bytes(shutil.disk_usage(existing).free)
             raise CheckpointError(
-                f"the checkpoint {path} cannot be written: {error}. Earlier checkpoints are unchanged."
+                f"the checkpoint {path} cannot be written: {error}. {free} are free there. Earlier checkpoints are "
+                "unchanged."
             ) from error
 
     return ranks.all_or_none("saving a checkpoint", checked)

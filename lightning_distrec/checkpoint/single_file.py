@@ -135,9 +135,11 @@ def _save(content: dict[str, Any], path: Path, pace: Pace) -> None:
         with pace.open(path) as file:
             torch.save(content, file)
     except RuntimeError as error:
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from None
-        raise
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__context__
+        # Without one, torch's "enforce fail" is the only sign that a file could not be written.
+        raise cause or OSError("torch could not write all of it") from error
 
 
 def take_file_snapshot(

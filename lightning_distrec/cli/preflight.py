@@ -26,6 +26,12 @@ ARGUMENTS = {
 KEYWORDS = ("best", "last", "hpc", "registry")
 """Values of ckpt_path that are no paths."""
 STRATEGY = "--trainer.strategy"
+SMALLEST = {
+    **dict.fromkeys(("devices", "max_epochs", "max_steps", "num_sanity_val_steps"), -1),
+    **dict.fromkeys(("num_nodes", "accumulate_grad_batches", "check_val_every_n_epoch"), 1),
+    **dict.fromkeys(("min_epochs", "min_steps", "log_every_n_steps", "gradient_clip_val", "overfit_batches"), 0),
+}
+"""Arguments of the Trainer -> the smallest number that they can be; -1 is for all, or without end."""
 CLASS_KEYS = ("model", "data", "trainer.strategy")
 
 
@@ -46,6 +52,7 @@ def checked_arguments(args: Sequence[str]) -> tuple[list[str], Namespace]:
     strategy, checkpoint = "", None
     for option, value in _options(tokens):
         _check_option(command, option, names)
+        _check_number(f"--{option}={value}", option.removeprefix("trainer."), value)
         if option == "config":
             options.configs.append(value)
             content = _read_config(command, value, names)
@@ -103,6 +110,15 @@ def _check_option(command: str, option: str, names: Sequence[str]) -> None:
         raise ConfigError(f"{command}: the Trainer has no argument '{argument}' (--{option}){near} {_see(command)}")
 
 
+def _check_number(setting: str, argument: str, value: Any) -> None:
+    try:
+        is_too_small = float(value) < SMALLEST.get(argument, float(value))
+    except (TypeError, ValueError):  # "auto", a list, ...
+        return
+    if is_too_small:
+        raise ConfigError(f"{setting}: must be at least {SMALLEST[argument]}.")
+
+
 def _see(command: str) -> str:
     return f"List all: lightning-distrec {command} --help."
 
@@ -145,6 +161,7 @@ def _read_config(command: str, value: str, names: Sequence[str]) -> dict[str, An
         if key not in trainer_arguments():
             near = did_you_mean(str(key), trainer_arguments())
             raise ConfigError(f"{value}: trainer: there is no key '{key}'{near}")
+        _check_number(f"{value}: trainer.{key}={trainer[key]}", key, trainer[key])  # type: ignore[index]
     return dict(content)
 
 

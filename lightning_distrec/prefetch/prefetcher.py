@@ -344,5 +344,5 @@ class PrefetchOptions:
 
     def __post_init__(self) -> None:
         plain_fields(self)
-        if not isinstance(self.depth, int) or isinstance(self.depth, bool) or self.depth < 1:
+        if self.depth < 1:
             raise ConfigError(f"prefetch: depth={self.depth!r} must be a whole number of batches, at least 1 (off).")

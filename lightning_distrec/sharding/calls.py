@@ -71,10 +71,12 @@ def check_batch(
         raise IdsError(f"{call} has offsets that begin with {first}; they must begin with 0.")
     extremes = (numbers.pop(0), numbers.pop(0)) if smallest_and_largest else NO_IDS
     if shortest < 0:
-        raise IdsError(f"{call} has a bag of {shortest} ids. Offsets must never fall.")
+        limit = f"nor lie beyond the {values.numel()} ids"
+        raise IdsError(f"{call} has a bag of {shortest} ids. Offsets must never fall, {limit}.")
+    words = "lengths add up to" if offsets is None else "offsets end with"
     if longest > values.numel() or sum(numbers) != values.numel():  # a sum of huge lengths may have overflowed
         raise IdsError(
-            f"{call} has {values.numel()} ids, but its lengths add up to {sum(numbers)}"
+            f"{call} has {values.numel()} ids, but its {words} {sum(numbers)}"
             f"{_list_counts(features.keys(), numbers)}. Each id must belong to one bag."
         )
     # Kept in the KeyedJaggedTensor: torchrec would compute them once more, for which a GPU is waited for again.

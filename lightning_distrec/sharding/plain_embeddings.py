@@ -39,8 +39,6 @@ class Conversion:
 
     def __post_init__(self) -> None:
         plain_fields(self)
-        if isinstance(self.selected, str) and self.selected not in ("auto", "all", "none"):
-            raise ConfigError(f"convert_embeddings={self.selected!r}: use 'auto', 'all', 'none' or a list of paths.")
         if self.min_rows < 1:
             raise ConfigError(f"min_rows={self.min_rows}: must be above 0.")
 

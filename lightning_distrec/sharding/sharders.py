@@ -3,10 +3,8 @@
 An object of TorchRec in the place of our options is taken where both say the same, and refused by name where not.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from enum import Enum
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
@@ -17,7 +15,7 @@ from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import CacheParams, ModuleSharder, ParameterSharding
 
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.option_values import check_choice
+from lightning_distrec.option_values import plain_fields
 from lightning_distrec.sharding.tables import Table
 
 POOLED_TYPES: tuple[str, ...] = (
@@ -47,6 +45,7 @@ HOST_KERNELS = ("fused_uvm", "fused_uvm_caching")
 
 
 # Rounding errors are half of the last bit: 2^-11 with fp16's 10 bits of mantissa, 2^-8 with the 7 of bf16.
+RowType = Literal["fp32", "fp16", "bf16"]
 PRECISIONS = {"fp32": CommType.FP32, "fp16": CommType.FP16, "bf16": CommType.BF16}
 
 
@@ -57,14 +56,13 @@ class QuantizedComms:
     Not the same numbers as unsharded: fp16 rounds rows at 5e-4 of their size, bf16 gradients at 4e-3.
     """
 
-    forward: str = "fp32"
+    forward: RowType = "fp32"
     """Type of rows, in the output dist."""
-    backward: str = "fp32"
+    backward: RowType = "fp32"
     """Type of their gradients, sent back in backward; fp16 overflows above 65,504 and underflows below 6e-8."""
 
     def __post_init__(self) -> None:
-        for name in ("forward", "backward"):
-            check_choice(f"quantized_comms: {name}", getattr(self, name), PRECISIONS)
+        plain_fields(self)
 
     @property
     def is_exact(self) -> bool:
@@ -102,45 +100,12 @@ def sharder_of(table: Table, comms: QuantizedComms) -> BaseEmbeddingSharder:
     return kind(qcomm_codecs_registry=comms.registry())
 
 
-_QCOMMS = "quantized_comms, which takes a QCommsConfig, or {forward: fp16, backward: bf16}"
-KEYWORDS = {
-    "plan": "planning={'plan_file': ...}, which takes a ShardingPlan or the path of a plan.json",
-    "constraints": "tables, which takes the same dict of ParameterConstraints, or plain options",
-    "planner": "planning (plan_file, bandwidths, reserve), tables and memory_bytes_per_rank",
-    "topology": "memory_bytes_per_rank and planning={'bandwidths': ...}; ranks and nodes are those that were launched",
-    "batch_size": "batch_size_per_rank",
-    "storage_reservation": "planning={'reserve': ...}",
-    "sharders": "tables and quantized_comms; the sharders of all collections are built in",
-    "fused_params": "configure_optimizers or table_optimizer for optimizers, tables for caches",
-    "qcomm_codecs_registry": _QCOMMS,
-    "qcomms_config": _QCOMMS,
-    "data_parallel_wrapper": "dense='ddp' or 'fsdp', bucket_cap_mb, static_graph and find_unused_parameters",
-    "sharding_group_size": "sharding_groups={'size': ...}",
-    "env": "nothing: the ranks are those that were launched",
-    "device": "accelerator and devices of the Trainer",
-}
-"""Arguments of TorchRec's DistributedModelParallel, planners and sharders -> where ours are set."""
-
 _INSTEAD = {
     "batch_sizes": "batch_size_per_rank of the strategy",
     "bounds_check_mode": "check_ids of the strategy",
     "device_group": "accelerator of the Trainer",
     "output_dtype": "precision of the Trainer",
 }
-
-
-def refuse_keywords(arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError where an argument of the strategy has a name that TorchRec gives it."""
-    for name in arguments:
-        if name in KEYWORDS:
-            raise ConfigError(f"{name}= is TorchRec's name. Use {KEYWORDS[name]}.")
-
-
-def plain_names(values: Any) -> Any:
-    """Return a list of names for one of ShardingType or EmbeddingComputeKernel; other values as they are."""
-    if isinstance(values, (list, tuple)):
-        return [value.value if isinstance(value, Enum) else value for value in values]
-    return values
 
 
 def as_table_options(constraints: ParameterConstraints) -> dict[str, Any]:

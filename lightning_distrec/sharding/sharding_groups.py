@@ -32,7 +32,7 @@ class ShardingGroupOptions:
         plain_fields(self)
         for name in ("size", "sync_interval"):
             value = getattr(self, name)
-            if (name, value) != ("size", None) and (type(value) is not int or value < 1):
+            if value is not None and value < 1:
                 raise ConfigError(f"sharding_groups: {name}={value!r} must be a whole number above 0.")
         if self.size is None and self.sync_interval != 1:
             raise ConfigError(

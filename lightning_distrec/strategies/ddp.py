@@ -28,6 +28,7 @@ from lightning_distrec.strategies.data_parallel.replicated_layers import Broadca
 from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded
 from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
+from lightning_distrec.strategies.run.strategy_arguments import check_arguments
 from lightning_distrec.strategies.stages.absent_tensors import refuse_absent
 
 
@@ -76,6 +77,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         sparse_grads: SparseGrads = "sparse",
         **run_options: Any,
     ) -> None:
+        check_arguments(TunedDDPStrategy, locals())
         if powersgd is not None and comm_dtype != "fp32":
             raise ConfigError(f"powersgd and comm_dtype={comm_dtype!r} both say how gradients are sent. Set one.")
         self._powersgd = None if powersgd is None else as_options("powersgd", PowerSGDOptions, powersgd)

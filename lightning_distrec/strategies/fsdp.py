@@ -18,6 +18,7 @@ from lightning_distrec.strategies.run.lightning_callbacks import adapt_callbacks
 from lightning_distrec.strategies.run.precision import clip_over_all_ranks, skip_overflows_on_all_ranks
 from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
+from lightning_distrec.strategies.run.strategy_arguments import check_arguments
 from lightning_distrec.strategies.stages.absent_tensors import refuse_absent
 
 
@@ -58,6 +59,7 @@ class TunedFSDPStrategy(DistRecStrategy[Run]):
         reduce_dtype: Dtype | None = None,
         **run_options: Any,
     ) -> None:
+        check_arguments(TunedFSDPStrategy, locals())
         self._fsdp_options = FSDPOptions(
             wrap=wrap,
             min_num_parameters=min_num_parameters,

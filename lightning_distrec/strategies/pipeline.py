@@ -20,6 +20,7 @@ from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded
 from lightning_distrec.strategies.run.precision import clip_over_all_ranks
 from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
+from lightning_distrec.strategies.run.strategy_arguments import check_arguments
 from lightning_distrec.strategies.stages.absent_tensors import is_absent
 from lightning_distrec.strategies.stages.chain import (
     PipelineRanks,
@@ -98,6 +99,7 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
         last_stage: list[str] | None = None,
         **run_options: Any,
     ) -> None:
+        check_arguments(PipelineParallelStrategy, locals())
         self._stage_options = StageOptions(
             microbatches=microbatches,
             schedule=schedule,

@@ -23,12 +23,13 @@ from lightning_distrec.sharding.lookup.lookup_setup import CheckIds
 from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.sharding.plain_embeddings import Conversion, Convert
 from lightning_distrec.sharding.planning.table_options import EmbeddingUpdate, PlanningOptions, TableOptions
-from lightning_distrec.sharding.sharders import QuantizedComms, as_comms, refuse_keywords
+from lightning_distrec.sharding.sharders import QuantizedComms, as_comms
 from lightning_distrec.sharding.sharding_groups import ShardingGroupOptions
 from lightning_distrec.sharding.weights.shard_access import plain_shards
 from lightning_distrec.strategies.data_parallel.losses import LossReduction
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions, make_mesh
 from lightning_distrec.strategies.fully_sharded.shards import drop_unfinished_step, refuse_sharded
+from lightning_distrec.strategies.run.strategy_arguments import check_arguments
 from lightning_distrec.strategies.stages.absent_tensors import refuse_absent
 from lightning_distrec.strategies.tables.full_tables import FullTables
 from lightning_distrec.strategies.tables.set_up_inputs import TableSettings
@@ -94,12 +95,12 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         static_graph: bool = False,
         dense: Literal["ddp", "fsdp"] = "ddp",
         fsdp: FSDPOptions | dict[str, Any] | None = None,
-        bucket_cap_mb: int = 25,
+        bucket_cap_mb: float = 25.0,
         table_optimizer: dict[str, Any] | None = None,
         sharding_groups: ShardingGroupOptions | dict[str, Any] | None = None,
         **run_options: Any,
     ) -> None:
-        refuse_keywords(run_options)
+        check_arguments(TorchRecShardedStrategy, locals())
         self.table_settings = TableSettings(
             default_options=TableOptions(
                 embedding_update=embedding_update, optimizer=table_optimizer, sharding_types=sharding_types

@@ -19,6 +19,7 @@ from lightning_distrec._compat.lightning import call_after_closure, move_optimiz
 from lightning_distrec._compat.torch import broadcast_module_states, ignore_in_ddp, leave_optimizers_in_backward
 from lightning_distrec._compat.torchrec_modules import replace_train_pipelines, skip_idle_record_functions
 from lightning_distrec.errors import ConfigError, UnsupportedError
+from lightning_distrec.kept_parameters import kept_up
 from lightning_distrec.optimizers.step_hooks import refuse_inexact_optimizers
 from lightning_distrec.option_values import as_options
 from lightning_distrec.prefetch.even_batches import EndPolicy
@@ -284,6 +285,7 @@ def holds_shards(module: nn.Module | None) -> bool:
 def unshard(module: nn.Module, full: Mapping[str, Tensor]) -> None:
     """Replace all shards of a module by full weights. full: by key; those that are missing stay on meta."""
     if (tables := sharded_tables_of(module)) is not None:
-        tables.unshard(full)
+        with kept_up(module):
+            tables.unshard(full)
         unshard_mappings(tables, full)
     unshard_module(module, full)

@@ -2,6 +2,7 @@
 
 import copy
 import io
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,7 +50,9 @@ def _on_a_rank() -> dict[str, Any]:
     single = [torch.distributed.new_group([rank]) for rank in range(num_ranks)]
     local = [LocalShard(torch.zeros(2), ShardMetadata([0], [2], f"rank:{rank}/cpu"))]
     net = Net()
+    kept = SimpleNamespace()
     fully_shard(net.low, mesh=mesh)
+    _fully_shard.assign_to(net.low, {id(net.low.weight): [kept]})
     fully_shard(net, mesh=mesh)
     net(torch.ones(2, 5))
     net.reshard()
@@ -75,11 +78,13 @@ def _on_a_rank() -> dict[str, Any]:
     net(torch.ones(2, 5))
     gathering = _fully_shard.unsharded_parameter(gathered)._version - writes
     net.low.unshard()
+    follows = [kept.parameter is net.low.weight, isinstance(kept.parameter, DTensor)]
     with torch.no_grad():
         _fully_shard.unsharded_parameter(gathered).add_(1)
     _fully_shard.reset_after_failure(net)
     return {
         "gathered": (sharded is net.low.weight, tuple(_fully_shard.unsharded_parameter(gathered).shape)),
+        "follows": [*follows, kept.parameter is net.low.weight, isinstance(kept.parameter, DTensor)],
         "stays": _fully_shard.unsharded_parameter(gathered) is weight,
         "reduces": reduces,
         "unsent": (unsent is not None, _fully_shard.unsharded_parameter(gathered).grad is None),
@@ -111,6 +116,11 @@ def test_local_offsets_are_where_the_local_tensor_begins(actual: list[dict[str, 
 
 def test_is_first_replica_is_true_in_the_group_of_rank_0(actual: list[dict[str, Any]]) -> None:
     assert [rank_result["first replica"] for rank_result in actual] == [True, False]
+
+
+def test_assign_to_gives_places_the_gathered_parameter_and_the_shard(actual: list[dict[str, Any]]) -> None:
+    for rank_result in actual:
+        assert rank_result["follows"] == [True, False, True, True]
 
 
 def test_class_before_fully_shard_and_without_fully_shard_leave_what_the_user_made(

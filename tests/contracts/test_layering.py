@@ -15,7 +15,7 @@ MAX_LINES = 400
 
 ROOMS = {"cluster", "sharding", "optimizers", "prefetch", "checkpoint"}
 GROUND = {"errors", "versions", "ranks", "spans", "chunks", "host_memory", "gpu", "units", "atomic_files", "_compat"}
-GROUND |= {"batches", "option_values", "pytorch_lightning", "recorded_step"}
+GROUND |= {"batches", "option_values", "kept_parameters", "pytorch_lightning", "recorded_step"}
 SHARDING = {
     "sharding",
     "sharding/mapping",
@@ -42,6 +42,7 @@ MAY_IMPORT = {
     "spans": {"_compat"},
     "ranks": set(),
     "chunks": {"errors"},
+    "kept_parameters": {"errors"},
     "host_memory": set(),
     "gpu": {"errors"},
     "units": {"errors"},

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from torch import nn
 from torchrec.distributed.planner import ParameterConstraints
@@ -14,12 +14,10 @@ from lightning_distrec.errors import ConfigError, ShardingError, did_you_mean
 from lightning_distrec.option_values import as_options, check_choice, plain_fields
 from lightning_distrec.sharding.planning.bandwidths import BandwidthOption, as_bandwidths
 from lightning_distrec.sharding.planning.topology import reservation_of
-from lightning_distrec.sharding.sharders import KERNELS, SHARDING_TYPES, as_table_options, plain_names
+from lightning_distrec.sharding.sharders import KERNELS, SHARDING_TYPES, as_table_options
 from lightning_distrec.sharding.tables import Table
 
 EmbeddingUpdate = Literal["auto", "fused", "sparse", "dense", "fused_lazy"]
-CHOICES = {"embedding_update": get_args(EmbeddingUpdate), "ids": ("dynamic",), "evict": ("lru", "lfu", "never")}
-"""Options of one table whose values are words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +72,6 @@ class TableOptions:
 
     def __post_init__(self) -> None:
         plain_fields(self)
-        for name in ("sharding_types", "compute_kernels"):
-            object.__setattr__(self, name, plain_names(getattr(self, name)))
-        for name, choices in CHOICES.items():
-            if getattr(self, name) is not None:
-                check_choice(name, getattr(self, name), choices)
         if self.sharding_types is not None:
             _check_names("sharding_types", self.sharding_types, SHARDING_TYPES, "one sharding type")
         if self.compute_kernels is not None:
@@ -134,8 +127,6 @@ class TableOptions:
 
 def _check_names(option: str, values: Iterable[str], allowed: tuple[str, ...], noun: str) -> None:
     # A string is iterable too: 'row_wise' would be read as eight types of one letter each.
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        raise ConfigError(f"{option}={values!r}: a list is needed. Write [{values!r}].")
     values = list(values)
     if not values:
         raise ConfigError(f"{option}=[]: at least {noun} must be allowed.")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from types import SimpleNamespace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_distrec._compat.tensors import rows_and_values
 from lightning_distrec._compat.torch import leave_optimizers_in_backward
 from lightning_distrec.errors import ConfigError, UnsupportedError
-from lightning_distrec.option_values import check_choice, plain_fields
+from lightning_distrec.option_values import plain_fields
 
 MEMORIES = ("p_memory_dict", "q_memory_dict", "error_dict")
 """What torch's state keeps for each bucket: two matrices, the same on all ranks, and the rank's error feedback."""
@@ -171,8 +171,6 @@ class GradientExchange:
 
     def __post_init__(self) -> None:
         plain_fields(self)
-        check_choice("comm_dtype", self.comm_dtype, get_args(CommDtype))
-        check_choice("sparse_grads", self.sparse_grads, get_args(SparseGrads))
         if self.bucket_cap_mb <= 0:
             raise ConfigError(f"bucket_cap_mb={self.bucket_cap_mb!r}: must be above 0 MiB.")
 
@@ -330,6 +328,11 @@ def refuse_debug_detail() -> None:
 
 def name_option(text: str, strategy: str) -> str:
     """Return DDP's error about parameters without a gradient with the option of `strategy`; other errors stay."""
+    if "Expected sparse gradient to be defined" in text:
+        return (
+            "a step looked up no row of an nn.Embedding(sparse=True), and DDP sends sparse gradients in every step. "
+            "Look up all of them in every step, set sparse=False, or use strategy='torchrec_sharded'."
+        )
     # Lightning would name its own DDPStrategy, which shards nothing.
     if "Expected to have finished reduction in the prior iteration" not in text:
         return text

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_distrec.errors import ConfigError, UnsupportedError
-from lightning_distrec.option_values import check_choice, plain_fields
+from lightning_distrec.option_values import plain_fields
 from lightning_distrec.strategies.data_parallel.activations import ActivationCheckpointing, check_option
 
 Replicas = int | Literal["nodes"]
@@ -50,19 +50,11 @@ class FSDPOptions:
 
     def __post_init__(self) -> None:
         plain_fields(self)
-        if isinstance(self.wrap, str) and self.wrap != "auto":
-            raise ConfigError(
-                f"wrap={self.wrap!r}: must be 'auto', or a list of class names and of paths: [{self.wrap!r}]."
-            )
         if self.min_num_parameters < 1:
             raise ConfigError(f"min_num_parameters={self.min_num_parameters}: must be at least 1.")
-        check_choice("reshard_after_forward", self.reshard_after_forward, ("auto", True, False))
-        if self.replicas != "nodes" and (isinstance(self.replicas, str) or self.replicas < 1):
+        if self.replicas != "nodes" and self.replicas < 1:
             raise ConfigError(f"replicas={self.replicas!r}: must be 'nodes', or at least 1.")
         check_option(self.activation_checkpointing)
-        for name in ("param_dtype", "reduce_dtype"):
-            if (dtype := getattr(self, name)) is not None:
-                check_choice(name, dtype, DTYPES)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from lightning_distrec._compat.torch_distributed import make_fully_sharded_class
 from lightning_distrec.checkpoint.lazy_tensors import materialized_as
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ConfigError, UnsupportedError
+from lightning_distrec.kept_parameters import kept_parameters, kept_up
 from lightning_distrec.optimizers.gradient_hooks import move_in_backward_optimizers
 from lightning_distrec.strategies.data_parallel.activations import (
     INDIVISIBLE,
@@ -38,6 +39,7 @@ from lightning_distrec.strategies.fully_sharded.shards import (
     STEPS,
     allow_deepcopy,
     gather_in_steps,
+    gather_kept,
     guard,
     replace_parameters,
     reshard,
@@ -79,11 +81,15 @@ def _auto_blocks(module: nn.Module, min_num_parameters: int, holders: dict[int, 
 
 
 def _holders(module: nn.Module) -> dict[int, set[int]]:
-    """Return parameter's id -> ids of the modules that hold it directly; several where it is shared."""
+    """Return parameter's id -> ids of the modules that hold it directly; several where it is shared, or kept."""
     holders: dict[int, set[int]] = {}
     for submodule in module.modules():
         for parameter in submodule.parameters(recurse=False):
             holders.setdefault(id(parameter), set()).add(id(submodule))
+    for kept in kept_parameters(module):
+        # What the root keeps in lists is meant for optimizers; submodules compute with it.
+        if kept.module is not module:
+            holders.setdefault(id(kept.parameter), set()).add(id(kept.module))
     return holders
 
 
@@ -116,8 +122,15 @@ def refuse_lazy(module: nn.Module) -> None:
 
 
 def refuse_module(module: nn.Module) -> None:
-    """Raise ConfigError: a parameter has no shape yet. Raise UnsupportedError: gradients are sparse."""
+    """Raise ConfigError: a parameter has no shape yet.
+
+    Raise UnsupportedError: gradients are sparse, or a tuple keeps a parameter.
+    """
     refuse_lazy(module)
+    parameters = set(module.parameters())
+    for kept in kept_parameters(module):
+        if kept.parameter in parameters:
+            kept.refuse_fixed()
     if sparse := list(sparse_weights(module).values()):
         raise UnsupportedError(
             f"'{sparse[0]}' has sparse gradients, which FSDP2 does not reduce. Use strategy='torchrec_sharded', which "
@@ -176,8 +189,10 @@ def shard_module(
             size = decimal(sum(large.values()))
             rank_zero_info(f"fsdp_tuned: {', '.join(large)} ({size}) are replicated: name their modules in wrap.")
         full = dict(module.named_parameters(remove_duplicate=False))
-        _shard(module, blocks, set(replicated.values()), mesh, device, settings)
+        with kept_up(module):
+            _shard(module, blocks, set(replicated.values()), mesh, device, settings)
         sharded = dict(module.named_parameters(remove_duplicate=False))
+        gather_kept(module)
         replace_parameters(move_in_backward_optimizers(full, sharded), full, sharded)
         gather_in_steps(module, [step for step in STEPS if is_overridden(step, module)])
         guard(module)

@@ -18,6 +18,7 @@ from lightning_distrec._compat.lightning import set_device_and_mesh
 from lightning_distrec._compat.tensors import local_offsets
 from lightning_distrec._compat.torch import apply_to_tensors
 from lightning_distrec._compat.torch_distributed import (
+    assign_to,
     class_before_fully_shard,
     drop_state_dict_hooks,
     drop_unreduced_gradient,
@@ -29,6 +30,7 @@ from lightning_distrec._compat.torch_distributed import (
 from lightning_distrec.checkpoint.lazy_tensors import materialized_as
 from lightning_distrec.chunks import refuse_module, refuse_pickling
 from lightning_distrec.errors import ConfigError
+from lightning_distrec.kept_parameters import KeptParameter, kept_parameters, kept_up
 from lightning_distrec.optimizers.gradient_hooks import note_replaced
 from lightning_distrec.optimizers.step_hooks import refuse_inexact_optimizers
 
@@ -90,13 +92,23 @@ def swap_parameters(module: nn.Module, make: Callable[[str, nn.Parameter], nn.Pa
     """Put what `make` returns for a name and its parameter in its place; None: leave it. Shared ones stay shared."""
     # With the earlier parameters, so that none is freed: a new one could have its id.
     swapped: dict[int, tuple[nn.Parameter, nn.Parameter | None]] = {}
-    for path, submodule in module.named_modules():
-        for name, parameter in list(submodule.named_parameters(path, recurse=False, remove_duplicate=False)):
-            if id(parameter) not in swapped:
-                swapped[id(parameter)] = parameter, make(name, parameter)
-            if (new := swapped[id(parameter)][1]) is not None:
-                setattr(submodule, name.rpartition(".")[2], new)
-                note_replaced(parameter, new)
+    with kept_up(module):
+        for path, submodule in module.named_modules():
+            for name, parameter in list(submodule.named_parameters(path, recurse=False, remove_duplicate=False)):
+                if id(parameter) not in swapped:
+                    swapped[id(parameter)] = parameter, make(name, parameter)
+                if (new := swapped[id(parameter)][1]) is not None:
+                    setattr(submodule, name.rpartition(".")[2], new)
+                    note_replaced(parameter, new)
+
+
+def gather_kept(module: nn.Module) -> None:
+    """Let the dicts, lists and attributes that keep sharded parameters have their gathered forms while FSDP2 does."""
+    places: dict[int, list[KeptParameter]] = {}
+    for kept in kept_parameters(module):
+        places.setdefault(id(kept.parameter), []).append(kept)
+    for fsdp_module in fsdp_modules(module) if places else []:
+        assign_to(fsdp_module, places)
 
 
 def full_or_meta(full: Mapping[str, Tensor], name: str, parameter: nn.Parameter) -> nn.Parameter:
@@ -254,9 +266,13 @@ def _copied(original: Any, memo: dict[int, Any], shard_copy: ShardCopy, device: 
     copied.__setstate__(copy.deepcopy(state, memo))
     for name, gradient in gradients.items():
         original.get_parameter(name).grad = gradient
-    shards = _replace_by_meta(copied)
-    replicated = {p for p in copied.parameters() if not isinstance(p, DTensor) and not p.is_meta}
-    shard_copy(copied, ignored_params=replicated or None)
+    with kept_up(copied):
+        shards = _replace_by_meta(copied)
+        replicated = {p for p in copied.parameters() if not isinstance(p, DTensor) and not p.is_meta}
+        shard_copy(copied, ignored_params=replicated or None)
+    gather_kept(copied)
+    # What is copied next, and keeps one of these parameters, gets the copy's.
+    memo.update({id(p): copied.get_parameter(name) for name, p in original.named_parameters()})
     apply_to_tensors(copied, lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     for name, shard in shards.items():
         parameter: Any = copied.get_parameter(name)

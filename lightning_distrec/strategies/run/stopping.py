@@ -14,7 +14,7 @@ from lightning_distrec.cluster.consensus import CONTINUE, REQUEUE, STOP, Consens
 from lightning_distrec.cluster.environment import SlurmRanks
 from lightning_distrec.cluster.slurm import requeue
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.option_values import check_choice
+from lightning_distrec.option_values import plain_fields
 from lightning_distrec.strategies.checkpoints.checkpointing import Checkpointing
 from lightning_distrec.strategies.checkpoints.resuming import JobFit, run_name
 
@@ -41,11 +41,10 @@ class StopOptions:
     id of torchrun's or Slurm's job."""
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         if not re.fullmatch("SIG[A-Z0-9]+", self.requeue_signal) or not hasattr(signal, self.requeue_signal):
             signal_name = self.requeue_signal
             raise ConfigError(f"stopping: requeue_signal={signal_name!r} is no signal of this machine. Use SIGUSR1.")
-        check_choice("stopping: on_sigterm", self.on_sigterm, ("stop", "checkpoint"))
-        check_choice("stopping: resume", self.resume, ("auto", "never"))
         run_name(self.run_name)
 
 

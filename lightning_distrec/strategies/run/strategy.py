@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_distrec import spans
 from lightning_distrec._compat import hide_upstream_deprecations
+from lightning_distrec._compat.jsonargparse import prefer_torchs_names
 from lightning_distrec._compat.lightning import call_overridden_hooks
 from lightning_distrec._compat.lightning_checkpoints import resume_from
 from lightning_distrec._compat.lightning_logging import before_values_are_reduced, log_at_less_python
@@ -27,7 +28,7 @@ from lightning_distrec.cluster.host_resources import THREADS_VARIABLE
 from lightning_distrec.cluster.launched import Launched
 from lightning_distrec.cluster.rendezvous import name_in_store
 from lightning_distrec.errors import ConfigError, DistRecError, ShardingError
-from lightning_distrec.option_values import as_options, check_choice, parse_timeout
+from lightning_distrec.option_values import as_options, parse_timeout
 from lightning_distrec.prefetch.even_batches import UnevenInputs, choose_repeats, even, join_predictions
 from lightning_distrec.strategies.checkpoints.checkpoint_io import refuse_checkpoint_io
 from lightning_distrec.strategies.checkpoints.resuming import FIT_NUMBERS, JobFit, Resuming, run_name
@@ -47,7 +48,9 @@ from lightning_distrec.strategies.run.rank_comparisons import compare_first_batc
 from lightning_distrec.strategies.run.run import Run, refuse_shards_of_torchrec, start_session
 from lightning_distrec.strategies.run.stopping import STOPPED, StopHandler, StopOptions
 
+prefer_torchs_names()  # importing this module imports torchrec
 AnyRun = TypeVar("AnyRun", bound=Run)
+Backend = Literal["gloo", "nccl"]
 MatmulPrecision = Literal["highest", "high", "medium"]
 
 
@@ -84,17 +87,14 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         uneven_inputs: UnevenInputs = "stop",
         checkpoint: CheckpointOptions | dict[str, Any] | None = None,
         stopping: StopOptions | dict[str, Any] | None = None,
-        process_group_backend: str | None = None,
+        process_group_backend: Backend | None = None,
         float32_matmul_precision: MatmulPrecision | None = None,
         timeout_seconds: float | None = None,
         start_seconds: float = 300.0,
         watchdog_seconds: float = 30.0,
         deadlock_seconds: float = 60.0,
     ) -> None:
-        check_choice("uneven_inputs", uneven_inputs, get_args(UnevenInputs))
-        check_choice("process_group_backend", process_group_backend, (None, "gloo", "nccl"))
         if float32_matmul_precision is not None:
-            check_choice("float32_matmul_precision", float32_matmul_precision, get_args(MatmulPrecision))
             torch.set_float32_matmul_precision(float32_matmul_precision)
         self._uneven_inputs: UnevenInputs = uneven_inputs
         self._checkpoint_options = as_options("checkpoint", CheckpointOptions, checkpoint)

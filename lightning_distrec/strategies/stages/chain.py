@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_distrec.cluster.consensus import Consensus, RankFlags
 from lightning_distrec.errors import ConfigError, OptimizerError, UnsupportedError, did_you_mean
-from lightning_distrec.option_values import check_choice, plain_fields
+from lightning_distrec.option_values import plain_fields
 from lightning_distrec.strategies.data_parallel.gradient_exchange import sparse_weights
 from lightning_distrec.strategies.fully_sharded.shard_blocks import refuse_lazy
 from lightning_distrec.strategies.fully_sharded.shards import refuse_stale
@@ -59,14 +59,11 @@ class StageOptions:
         for name in ("microbatches", "stages_per_rank"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1.")
-        check_choice("schedule", self.schedule, get_args(Schedule))
         if (self.stages_per_rank > 1) != (self.schedule == "interleaved_1f1b"):
             raise ConfigError(
                 f"stages_per_rank={self.stages_per_rank} and schedule={self.schedule!r}: a rank computes several "
                 "stages with schedule='interleaved_1f1b', and one with the others. Set both, or neither."
             )
-        if isinstance(self.split, str) and self.split != "parameters":
-            raise ConfigError(f"split={self.split!r} is not known. Use 'parameters', or paths of blocks.")
         if self.stages is not None and (self.stages < 2 or self.stages % self.stages_per_rank):
             raise ConfigError(
                 f"stages={self.stages}: must be at least 2, and a multiple of stages_per_rank={self.stages_per_rank}."

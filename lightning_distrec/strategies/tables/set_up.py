@@ -27,6 +27,7 @@ from lightning_distrec._compat.torch import (
 )
 from lightning_distrec.errors import OptimizerError, ShardingError
 from lightning_distrec.gpu import require_kernels
+from lightning_distrec.kept_parameters import kept_up
 from lightning_distrec.optimizers.param_groups import replace_parameters, rewrite_groups
 from lightning_distrec.optimizers.torchrec_optimizers import members_of
 from lightning_distrec.optimizers.translation import (
@@ -75,7 +76,7 @@ def set_up_tables(inputs: SetUpInputs) -> RunTables | None:
         updates = {table.full_name: frozen("evaluation only") for table in earlier.tables}
         # An evaluation updates nothing, so the shards of the last fit serve as they are; a fit needs new param groups.
         return _look_up(inputs, earlier, plan_of(earlier, inputs), updates)
-    with _unsharded(earlier):
+    with _unsharded(inputs.module, earlier):
         left_alone = _left_alone_on_a_rank(inputs)
         decisions = inputs.consensus.all_or_none("setup", lambda: _decide(inputs, earlier, left_alone))
         # Before anything is exchanged by table: ranks with other tables would pair the wrong ones.
@@ -92,12 +93,13 @@ def set_up_tables(inputs: SetUpInputs) -> RunTables | None:
 
 
 @contextmanager
-def _unsharded(earlier: ShardedTables | None) -> Iterator[None]:
+def _unsharded(root: nn.Module, earlier: ShardedTables | None) -> Iterator[None]:
     """Put the unsharded collections back into the module; on an error, the sharded ones of the earlier run again."""
     if earlier is None:
         yield
         return
-    earlier.put_originals_back()
+    with kept_up(root):
+        earlier.put_originals_back()
     try:
         yield
     except BaseException:
@@ -179,7 +181,8 @@ def _plan_and_shard(inputs: SetUpInputs, decisions: Decisions, earlier: ShardedT
         # Twice: what holds a shard from C++ hides the shard's own cycle from the pass that frees it.
         gc.collect()
         gc.collect()
-    shards = _shard(inputs, decisions, plan.for_torchrec(facts.devices, inputs.groups.first_rank), rows, earlier)
+    with kept_up(inputs.module):
+        shards = _shard(inputs, decisions, plan.for_torchrec(facts.devices, inputs.groups.first_rank), rows, earlier)
     run_tables = _look_up(inputs, shards, plan, decisions.updates)
     _connect(inputs, run_tables, decisions)
     if inputs.fits:

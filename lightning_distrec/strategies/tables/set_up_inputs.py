@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from lightning_distrec._compat.lightning import given_train_loaders
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.optimizers.table_optimizer import parse_table_optimizer
-from lightning_distrec.option_values import check_choice, plain_fields
+from lightning_distrec.option_values import plain_fields
 from lightning_distrec.prefetch.loaders import loaders_in
 from lightning_distrec.sharding.lookup.lookup_setup import CheckIds
 from lightning_distrec.sharding.plain_embeddings import Conversion
@@ -49,7 +49,6 @@ class TableSettings:
 
     def __post_init__(self) -> None:
         plain_fields(self)
-        check_choice("check_ids", self.check_ids, get_args(CheckIds))
         if self.default_options.optimizer is not None:
             parse_table_optimizer("table_optimizer", self.default_options.optimizer)
         # Here, so that a typing error is reported when the strategy is made, before any rank plans.
@@ -59,7 +58,6 @@ class TableSettings:
             )
             if optimizer is not None:
                 parse_table_optimizer(f"tables[{name!r}].optimizer", optimizer)
-        check_choice("loss_reduction", self.loss_reduction, get_args(LossReduction))
         if self.batch_size_per_rank is not None and self.batch_size_per_rank <= 0:
             raise ConfigError(f"batch_size_per_rank={self.batch_size_per_rank}: must be above 0.")
 

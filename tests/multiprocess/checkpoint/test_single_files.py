@@ -229,7 +229,8 @@ def _fail(folder: str) -> dict[str, Any]:
 def test_a_disk_that_is_full_is_reported_on_all_ranks_and_keeps_the_old_file(tmp_path: Path) -> None:
     for actual in run_on_warm_ranks(_fail, 2, str(tmp_path)):
         assert actual["raised"].startswith("CheckpointError: ")
-        assert "it.ckpt cannot be written: [Errno 27] File too large. Earlier" in actual["raised"]
+        assert "it.ckpt cannot be written: [Errno 27] File too large. " in actual["raised"]
+        assert " are free there. Earlier checkpoints are unchanged." in actual["raised"]
         assert (actual["same"], actual["names"]) == (True, ["it.ckpt"])
 
 

@@ -187,6 +187,48 @@ class AddsAGroup(Numbers):
         return torch.optim.AdamW([*self.blocks.parameters(), self.scale], lr=1e-2)
 
 
+class Keeps(nn.Module):
+    """Computes with a parameter that it has in a dict too, as TorchRec's PositionWeightedModuleCollection does."""
+
+    def __init__(self, out: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, out)
+        self.kept = {"weights": [self.layer.weight]}
+        vars(self)["bias"] = self.layer.bias
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return functional.linear(inputs, self.kept["weights"][0], self.bias)
+
+
+class KeepsParameters(Recording):
+    """Layers that keep parameters in a dict, a list and an attribute; lists of them for the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(Keeps(WIDTH), nn.Tanh(), Keeps(WIDTH), nn.Tanh(), Keeps(1))
+        self.low = list(self.net[0].parameters())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.net(inputs)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([{"params": self.low}, {"params": self.net[1:].parameters(), "lr": 3e-3}], lr=1e-2)
+
+
+def _keeps_and_averages(strategy: Callable[[], Any]) -> State:
+    """Two fits, the module sharded for good in between, with an average of its weights."""
+    pl.seed_everything(5)
+    model = KeepsParameters()
+    for _ in range(2):
+        trainer = _trainer(strategy(), callbacks=[EMAWeightAveraging(decay=0.5)])
+        trainer.fit(model, loader(*rank_and_num_ranks()))
+        with torch.no_grad():
+            full = _state(trainer, model)
+        if hasattr(trainer.strategy, "unshard"):
+            trainer.strategy.unshard()
+    return full
+
+
 class Looks(pl.Callback):
     """Computes with the module after each step, before averages are taken."""
 
@@ -215,6 +257,7 @@ RUNS: dict[str, Callable[[Callable[[], Any]], State]] = {
     "buffers read and written": _with(Centered, accumulate_grad_batches=3),
     "a group added in the step": _with(AddsAGroup),
     "looks between averages": _averages_while_looked_at,
+    "parameters kept in dicts and lists": _keeps_and_averages,
 }
 
 
@@ -288,6 +331,14 @@ class TwoTypes(Small):
         self.fine = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
 
 
+class KeepsForGood(Small):
+    """Has a parameter in a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = (self.net[0].weight, 2)
+
+
 class Lazy(Recording):
     """A layer that waits for its first batch."""
 
@@ -323,6 +374,7 @@ REFUSED: dict[str, Callable[[], None]] = {
     "parameters outside of blocks: 'fine' .float64., .* are of several types": _under(TwoTypes, _in(ROOT)),
     "'net.weight' has no shape before the first forward .a lazy module.": _under(Lazy, _in(ROOT)),
     "torch.optim.Adafactor fails, or has other numbers": _under(WithAdafactor, _in(BLOCKS)),
+    "self\\['pair'\\]\\[0\\] keeps a parameter in a tuple or a set": _under(KeepsForGood, _in(ROOT)),
     "an earlier run has sharded this module as FSDPOptions.wrap=..,": _under(Small, _in(ROOT), _in(BLOCKS)),
     "ddp_tuned: 'net.0.weight' was sharded over the ranks by an earlier": _under(Small, _in(ROOT), TunedDDPStrategy),
 }

@@ -88,6 +88,31 @@ def test_losses_and_weights_are_those_of_one_process(num_ranks: int) -> None:
                 check_same((mean, actual), (losses, weights), most=1e-5)
 
 
+class LooksUpOneTable(WithEmbedding):
+    """Has a table that no step looks up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Embedding(5, 6, sparse=True)
+
+
+KINDS["LooksUpOneTable"] = LooksUpOneTable
+
+
+def _unused(_: Any) -> str:
+    try:
+        fit("LooksUpOneTable", TunedDDPStrategy(find_unused_parameters=True))
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_table_that_no_step_looks_up_is_reported_with_the_way_out() -> None:
+    for message in run_on_warm_ranks(_unused, 2, None):
+        assert message.startswith("a step looked up no row of an nn.Embedding(sparse=True)")
+        assert "sparse=False, or use strategy='torchrec_sharded'" in message
+
+
 def _rows(way: Any) -> list[list[int]]:
     rows: list[list[int]] = []
 

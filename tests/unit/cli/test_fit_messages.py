@@ -90,6 +90,8 @@ STRATEGY = "--trainer.strategy.init_args"
         ((f"{STRATEGY}.min_row", "3"), "there is no option 'min_row'; did you mean 'min_rows'?"),
         ((f"{STRATEGY}.prefetch", "{depth: 0}"), "prefetch: depth=0 must be a whole number of"),
         ((f"{STRATEGY}.batch_size_per_rank=-1",), "batch_size_per_rank=-1: must be above 0."),
+        (("--trainer.devices=-5",), "--trainer.devices=-5: must be at least -1."),
+        (("--trainer.num_nodes", "0"), "--trainer.num_nodes=0: must be at least 1."),
         (("--trainer.max_epochs", "many"), "trainer.max_epochs: many is none of int"),
         (("--model.class_path", "clicks_job.Modl"), "'clicks_job' has no 'Modl'; did you mean 'Model'"),
         (("--model.class_path", "click_job.Model"), "there is no module 'click_job'; did you mean 'clicks_job'?"),
@@ -115,6 +117,7 @@ def test_a_mistake_on_the_command_line_is_one_line(run: Run, args: tuple[str, ..
     [
         ("trainer:", "trainr:", "job.yaml: there is no key 'trainr'; did you mean 'trainer'?"),
         ("max_epochs", "max_epoch", "job.yaml: trainer: there is no key 'max_epoch'; did you mean"),
+        ("max_epochs:", "num_nodes: 0\n  max_epochs:", "job.yaml: trainer.num_nodes=0: must be at least 1."),
         ("clicks_job.Model", "clicks_job.Modle", "job.yaml, line 2: model: Modle: 'clicks_job' has no 'Modle';"),
         ("clicks_job.Data", "clicks_jb.Data", "job.yaml, line 3: data: Data: there is no module 'clicks_jb'; did"),
         ("Model}", "Model, init_args: {dmi: 3}}", "job.yaml, line 2: model: Model: there is no option 'dmi'; did"),

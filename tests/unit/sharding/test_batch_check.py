@@ -52,3 +52,16 @@ def test_the_host_waits_once() -> None:
     with emulated_streams() as streams, patch.object(gpu, "is_on_gpu", lambda tensor: True):
         check_batch("it", batch, None, LIMITS)
     assert len(streams.reports.waits) == 1
+
+
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [
+        ((0, 2, 20), "it has 5 ids, but its offsets end with 20. Each id must belong to one bag"),
+        ((0, 9, 5), "it has a bag of -4 ids. Offsets must never fall, nor lie beyond the 5 ids"),
+    ],
+)
+def test_offsets_beyond_the_ids_are_an_error_about_offsets(offsets: tuple[int, ...], message: str) -> None:
+    batch = KeyedJaggedTensor(keys=["a"], values=torch.arange(5), offsets=torch.tensor(offsets))
+    with pytest.raises(IdsError, match=message):
+        check_batch("it", batch, None, LIMITS)

@@ -116,7 +116,7 @@ def test_what_cannot_be_split_is_refused(
         ({"microbatches": 0}, "microbatches=0: must be at least 1"),
         ({"schedule": "zero"}, "schedule='zero' is not known. Use one of 'gpipe', '1f1b', 'interleaved_1f1b'"),
         ({"stages_per_rank": 2}, "stages_per_rank=2 and schedule='gpipe': a rank computes several stages"),
-        ({"split": "evenly"}, "split='evenly' is not known. Use 'parameters', or paths"),
+        ({"split": "evenly"}, "split='evenly': must be 'parameters', or a list: write"),
         ({"stages": 1}, "stages=1: must be at least 2"),
     ],
 )

@@ -34,7 +34,7 @@ def test_the_precision_of_products_is_set_for_the_process_and_otherwise_left() -
     ("arguments", "message"),
     [
         ({"float32_matmul_precision": "tf32"}, "float32_matmul_precision='tf32' is not known. Use one of 'highest'"),
-        ({"process_group_backend": "mpi"}, "process_group_backend='mpi' is not known. Use one of None, 'gloo', 'nccl'"),
+        ({"process_group_backend": "mpi"}, "process_group_backend='mpi' is not known. Use one of 'gloo', 'nccl'"),
         ({"start_seconds": 0}, "start_seconds=0: must be a number of seconds above 0"),
         ({"watchdog_seconds": -1}, "watchdog_seconds=-1: must be at least 0, which disables it"),
         ({"deadlock_seconds": -1}, "deadlock_seconds=-1: must be at least 0, which disables it"),
@@ -66,8 +66,11 @@ def test_the_variable_of_torcheasyrec_sets_the_timeout_where_the_argument_does_n
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"planner": None}, "planner= is TorchRec's name. Use planning"),
-        ({"plan": ShardingPlan({})}, "plan= is TorchRec's name. Use planning={'plan_file': ...}, which takes a Shard"),
+        ({"planner": None}, "planner= is no option of torchrec_sharded. Use planning"),
+        (
+            {"plan": ShardingPlan({})},
+            "plan= is no option of .* Use planning={'plan_file': ...}, which takes a Shard",
+        ),
         ({"topology": None}, "topology= .* Use memory_bytes_per_rank and planning={'bandwidths': ...}"),
         ({"constraints": {"a": ParameterConstraints()}}, "constraints= .* Use tables, which takes the same dict"),
         ({"sharders": []}, "sharders= .* Use tables and quantized_comms"),
@@ -76,13 +79,13 @@ def test_the_variable_of_torcheasyrec_sets_the_timeout_where_the_argument_does_n
         ({"planning": ShardingPlan({})}, "planning=.*: options are needed, some of .*plan_file"),
         (
             {"quantized_comms": QCommsConfig(forward_precision=CommType.INT8)},
-            "quantized_comms: .*'int8' is not known. Use one of .*bf16",
+            "forward='int8' is not known. Use one of .*bf16",
         ),
         (
             {"quantized_comms": QCommsConfig(CommType.FP16, backward_loss_scale=2.0)},
             "QCommsConfig has backward_loss_scale=2.0. Leave it out: there is no option that does the same",
         ),
-        ({"sharding_types": ShardingType.ROW_WISE}, "sharding_types=.*: a list is needed"),
+        ({"sharding_types": ShardingType.ROW_WISE}, "sharding_types=.*: must be a list"),
         ({"sharding_types": ["grid_shards"]}, "sharding_types='grid_shards' is not known"),
     ],
 )

@@ -1,0 +1,25 @@
+"""What LightningCLI takes beside our strategies, whose modules import torchrec."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torchrec.optim
+from lightning.pytorch.cli import LightningCLI
+from torch import nn
+
+
+class Layer(pl.LightningModule):
+    """One layer, whose optimizer the command line names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+
+@pytest.mark.parametrize("name", ["Adam", "Adagrad", "SGD"])
+def test_prefer_torchs_names_takes_an_optimizer_by_its_name(name: str) -> None:
+    strategy = ["--trainer.strategy=lightning_distrec.TorchRecShardedStrategy", "--trainer.strategy.min_rows=100"]
+    quiet = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.logger=false"]
+    cli = LightningCLI(Layer, run=False, args=[f"--optimizer={name}", "--optimizer.lr=0.5", *strategy, *quiet])
+    assert issubclass(getattr(torchrec.optim, name), torch.optim.Optimizer), "else this test shows nothing"
+    assert cli.config["optimizer"]["class_path"] == f"torch.optim.{name}"
