@@ -13,7 +13,7 @@ from lightning_distrec.sharding.planning.planned_table import PlannedTable
 from lightning_distrec.sharding.planning.sharding_plan import RankUsage, ShardingPlan
 from lightning_distrec.sharding.planning.traffic import TRAFFIC_KINDS
 from lightning_distrec.sharding.sharders import HOST_KERNELS, QuantizedComms
-from lightning_distrec.units import format_bytes, format_ranks, quantity, shortened
+from lightning_distrec.units import format_bytes, format_ranks, print_wide, quantity, shortened
 
 
 def headline(plan: ShardingPlan) -> str:
@@ -93,11 +93,9 @@ def ids_in_words(plan: ShardingPlan) -> str:
     if not plan.batch_size:
         return ""
     factors = [factor for table in plan.tables.values() for factor in table.pooling_factors]
-    if set(factors) == {1.0}:
-        return "Estimates assume 1 id per example and feature; planning.estimate_pooling counts those of lists"
     low, high = min(factors), max(factors)
     ids = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
-    return f"Estimates assume {ids} ids per example and feature"
+    return f"Estimates take each example to have {ids} ids per feature; planning.estimate_pooling counts them"
 
 
 def sent_in_words(plan: ShardingPlan) -> str:
@@ -154,8 +152,6 @@ def milliseconds_in_words(number: float) -> str:
 
 UPDATES_THAT_MATTER_MS = 1.0
 """Updates of less time are a small part of any step."""
-NARROWEST_COLUMNS = 150
-"""Width of the printed table where the output is no terminal."""
 MAX_TABLES = 60
 """Number of printed tables; of more, the largest are printed."""
 MAX_RANKS = 8
@@ -173,10 +169,6 @@ def print_plan(
 
     output_dtype: of looked up rows; None for float32. left_alone: path -> reason, of modules that are not sharded.
     """
-    console = console or Console()
-    # For an output that is no terminal rich assumes 80 columns, which would fold most of the table's columns.
-    if not console.is_terminal:
-        console = Console(width=NARROWEST_COLUMNS, file=console.file)
     tables, layout = list(plan.tables.values()), plan.layout
     title = f"Embedding tables over {quantity(layout.num_ranks, 'rank')}"
     title += f" in each of {layout.num_replicas} groups" if layout.num_replicas > 1 else ""
@@ -213,7 +205,7 @@ def print_plan(
             table.update,
             table.update_reason,
         )
-    console.print(text)
+    print_wide(text, console)
 
 
 def some_ranks_in_words(ranks: list[int]) -> str:

@@ -133,8 +133,8 @@ def test_estimates_say_which_ids_they_assume() -> None:
     print_plan(plan, console=console)
     print_plan(replace(plan, tables=plan.tables | {"rows.clicks": lists}), console=console)
     shown = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
-    assert "assume 1 id per example and feature; planning.estimate_pooling counts those of lists" in shown
-    assert "assume 1 to 73 ids per example and feature" in shown
+    assert "Estimates take each example to have 1 ids per feature; planning.estimate_pooling counts them" in shown
+    assert "Estimates take each example to have 1 to 73 ids per feature" in shown
 
 
 def test_a_thousand_ranks_and_many_tables_fit_on_a_screen() -> None:
