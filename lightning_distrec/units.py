@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 from lightning_distrec.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
+WIDE_COLUMNS = 160
 PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 BINARY_PREFIXES = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 SIZE_UNITS = {f"{prefix}B": float(number) for prefix, number in (PREFIXES | BINARY_PREFIXES).items()} | {"": 1.0}
@@ -104,3 +106,11 @@ def text_table(headings: Iterable[str], text_headings: Collection[str], **option
     for heading in headings:
         table.add_column(heading, justify="left" if heading in text_headings else "right", overflow="fold")
     return table
+
+
+def print_wide(table: "Table", console: "Console | None" = None) -> None:
+    """Print a table. Where the output is no terminal rich assumes 80 columns, which would fold most of them."""
+    from rich.console import Console
+
+    console = console or Console()
+    (console if console.is_terminal else Console(width=WIDE_COLUMNS, file=console.file)).print(table)

@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +18,8 @@ from typing_extensions import override
 from lightning_distrec._compat.tensors import watch_sends
 from lightning_distrec._compat.torch import has_comm_hook, in_backward, watch_collectives
 from lightning_distrec._compat.torchrec_modules import ddp_of_data_parallel_tables
-from lightning_distrec.callbacks.steps import LogTimes, Stoppable, log
-from lightning_distrec.units import format_bytes, text_table
+from lightning_distrec.callbacks.steps import LogTimes, Stoppable, all_gather, end_progress_bar, log
+from lightning_distrec.units import format_bytes, format_ranks, print_wide, text_table
 
 IDS, ROWS, ROW_GRADIENTS, DENSE_GRADIENTS = "ids", "rows", "row gradients", "dense gradients"
 GATHERED, REPLICAS = "gathered parameters", "replicas of tables"
@@ -37,7 +37,12 @@ RINGS = (
     *("all_reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single"),
     *("all_gather", "all_gather_into_tensor", "all_gather_single", "broadcast"),
 )
-"""The bytes depend on the backend's algorithm; they are counted as those of a ring of all ranks."""
+"""The bytes depend on the backend's algorithm; they are counted as those of a ring, from each rank to the next."""
+COLLECTIVES = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce", "other calls")
+"""Each has the calls of torch's functions whose names begin so."""
+MEASURES = ("bytes", "bytes across nodes", *COLLECTIVES)
+"""What is counted of each kind."""
+MAX_SHOWN_NODES = 16
 HOOKS = ("lightning_distrec.strategies.data_parallel", "torch.distributed.algorithms.ddp_comm_hooks")
 """The modules that exchange DDP's gradients in Python."""
 # The modules that gather parameters and scatter their gradients, and the one that averages those of stages' replicas.
@@ -45,10 +50,6 @@ FSDP, STAGE_REPLICAS = "torch.distributed.fsdp.", "lightning_distrec.strategies.
 
 _OF_ROWS = ("torchrec.distributed.comm_ops", "lightning_distrec.sharding.lookup.short_path")
 """Modules that send rows and their gradients by other collectives too."""
-
-
-Nodes = Sequence[int] | None
-"""The node of each rank; None where it is not known."""
 
 
 def classify_call(name: str, dtype: torch.dtype, caller: str) -> str:
@@ -76,21 +77,18 @@ def classify_call(name: str, dtype: torch.dtype, caller: str) -> str:
     return DENSE_GRADIENTS if caller.startswith(HOOKS) else OTHER
 
 
-def sent_by_stage(tensor: Tensor, to_rank: int, caller: str, rank: int, nodes: Nodes) -> tuple[str, float, float]:
-    """Return the kind of a stage's send, its bytes, and those that leave the node of `rank`.
+def sent_by_call(name: str, arguments: dict[str, Any], ranks: list[int], rank: int) -> dict[int, float]:
+    """Return the bytes that a call sends from `rank` to each other rank.
 
-    caller: the function of torch's PipelineStage that makes it.
+    arguments: of the collective, by name. ranks: the global ranks of the group.
     """
-    sent = float(_bytes(tensor))
-    is_away = nodes is not None and nodes[to_rank] != nodes[rank]
-    return STAGE_GRADIENTS if caller == "get_bwd_send_ops" else STAGE_OUTPUTS, sent, sent if is_away else 0.0
+    if name in EXCHANGES:
+        return exchanged_bytes(arguments, ranks, rank)
+    return rooted_bytes(name, arguments, ranks, rank) if name in ROOTED else ring_bytes(name, arguments, ranks, rank)
 
 
-def exchanged_bytes(arguments: dict[str, Any], ranks: list[int], rank: int, nodes: Nodes) -> tuple[float, float]:
-    """Return the bytes of an all-to-all that leave `rank`, and those that leave its node.
-
-    arguments: of all_to_all_single or all_to_all, by name. ranks: the global ranks of the group.
-    """
+def exchanged_bytes(arguments: dict[str, Any], ranks: list[int], rank: int) -> dict[int, float]:
+    """Return what `sent_by_call` does, of all_to_all_single or all_to_all."""
     if "input_tensor_list" in arguments:
         chunks = [_bytes(tensor) for tensor in arguments["input_tensor_list"]]
     else:
@@ -101,15 +99,11 @@ def exchanged_bytes(arguments: dict[str, Any], ranks: list[int], rank: int, node
         # Without splits torch divides the rows equally among the group's ranks.
         chunks = [_bytes(sent) * split / rows for split in splits or [len(sent) / len(ranks)] * len(ranks)]
     # The chunk of a rank for itself is copied, not sent.
-    to_others = [(other, chunk) for other, chunk in zip(ranks, chunks, strict=True) if other != rank]
-    away = [chunk for other, chunk in to_others if nodes is not None and nodes[other] != nodes[rank]]
-    return float(sum(chunk for _, chunk in to_others)), float(sum(away))
+    return {other: chunk for other, chunk in zip(ranks, chunks, strict=True) if other != rank}
 
 
-def rooted_bytes(
-    name: str, arguments: dict[str, Any], ranks: list[int], rank: int, nodes: Nodes
-) -> tuple[float, float]:
-    """Return the bytes of a scatter or a gather that leave `rank`, and those that leave its node."""
+def rooted_bytes(name: str, arguments: dict[str, Any], ranks: list[int], rank: int) -> dict[int, float]:
+    """Return what `sent_by_call` does, of a scatter or a gather."""
     side = "src" if name == "scatter" else "dst"
     root_in_group = arguments.get(f"group_{side}")
     root = (arguments.get(side) or 0) if root_in_group is None else ranks[root_in_group]
@@ -117,16 +111,11 @@ def rooted_bytes(
         receivers = [other for other in ranks if other != root] if rank == root else []
     else:
         receivers = [] if rank == root else [root]
-    num_away = sum(nodes is not None and nodes[other] != nodes[rank] for other in receivers)
-    sent = float(_bytes(arguments["tensor"]))
-    return sent * len(receivers), sent * num_away
+    return dict.fromkeys(receivers, float(_bytes(arguments["tensor"])))
 
 
-def ring_bytes(name: str, arguments: dict[str, Any], ranks: list[int], nodes: Nodes) -> tuple[float, float]:
-    """Return the bytes that leave each rank in a ring of `ranks`, and those that leave its node, averaged over ranks.
-
-    Each rank sends chunks to the next one of the group.
-    """
+def ring_bytes(name: str, arguments: dict[str, Any], ranks: list[int], rank: int) -> dict[int, float]:
+    """Return what `sent_by_call` does, of a ring, in which each rank sends to the next one of the group."""
     num_others = len(ranks) - 1
     if name == "all_reduce":
         # A reduce-scatter, then an all-gather: each sends (W - 1) / W of the bytes.
@@ -141,10 +130,10 @@ def ring_bytes(name: str, arguments: dict[str, Any], ranks: list[int], nodes: No
     else:
         # Here the argument is one rank's shard, and each rank sends W - 1 of those.
         sent = _bytes(arguments["tensor" if name == "all_gather" else "input_tensor"]) * num_others
-    return float(sent), float(sent) * _share_across_nodes(ranks, nodes)
+    return {_next_rank(ranks, rank): sent}
 
 
-def reduced_bytes(ddp: DistributedDataParallel, nodes: Nodes) -> tuple[float, float]:
+def reduced_bytes(ddp: DistributedDataParallel, rank: int) -> dict[int, float]:
     """Return the same as `ring_bytes` for the gradients that DDP reduces in one backward."""
     gradients = sum(
         _bytes(parameter)
@@ -153,8 +142,11 @@ def reduced_bytes(ddp: DistributedDataParallel, nodes: Nodes) -> tuple[float, fl
         if parameter.requires_grad and name not in ddp.parameters_to_ignore
     )
     ranks = dist.get_process_group_ranks(ddp.process_group)
-    sent = 2 * gradients * (len(ranks) - 1) / len(ranks)
-    return sent, sent * _share_across_nodes(ranks, nodes)
+    return {_next_rank(ranks, rank): 2 * gradients * (len(ranks) - 1) / len(ranks)}
+
+
+def _next_rank(ranks: list[int], rank: int) -> int:
+    return ranks[(ranks.index(rank) + 1) % len(ranks)]
 
 
 def dtype_sent(arguments: dict[str, Any]) -> torch.dtype:
@@ -169,51 +161,59 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _share_across_nodes(ranks: list[int], nodes: Nodes) -> float:
-    """Return the share of a ring's links that leave a node: all, where ranks are dealt out to nodes in turns."""
-    if nodes is None:
-        return 0.0
-    links = zip(ranks, [*ranks[1:], ranks[0]], strict=True)
-    return sum(nodes[rank] != nodes[other] for rank, other in links) / len(ranks)
-
-
-def print_table(per_step: Tensor, nodes: Nodes, steps: int, console: Console | None = None) -> None:
-    """Print the table. per_step: shape (ranks, 3, kinds), bytes sent, those across nodes, and calls."""
-    ranks = len(per_step)
-    several_nodes = nodes is not None and len(set(nodes)) > 1
-    title = f"Bytes sent per rank and step ({ranks} ranks, {steps} steps)"
-    caption = "All-to-alls and sends are counted exactly, other collectives as rings; gradients under DDP are computed."
+def print_table(per_step: Tensor, nodes: Sequence[int], steps: int, console: Console | None = None) -> None:
+    """Print the table. per_step: (ranks, kinds, measures). nodes: that of each rank."""
+    with_total = torch.cat([per_step, per_step.sum(1, keepdim=True)], dim=1)
+    by_kind = dict(zip((*KINDS, "total"), with_total.permute(1, 2, 0), strict=True))
+    several_nodes = bool(by_kind["total"][1].any())
+    used = [i for i, calls in enumerate(by_kind["total"][2:]) if calls.any()]
+    lines = ["All-to-alls and sends are counted exactly, other collectives as rings; gradients under DDP are computed."]
+    if several_nodes:
+        lines += _bytes_of_nodes(by_kind["total"], nodes)
     node_headings = ["across nodes"] if several_nodes else []
-    headings = ["kind", "mean", "max", "on rank", *node_headings, "source", "calls"]
-    text = text_table(headings, ["kind", "source"], title=title, caption=caption)
-    sent, across, calls = per_step.unbind(1)
-    # DDP's own reduction makes no call that is seen; those of hooks and of replicas of stages are.
-    is_computed = [kind == DENSE_GRADIENTS and not calls[:, i].any() for i, kind in enumerate(KINDS)]
-    sources = ["computed" if computed else "counted" for computed in is_computed]
-    columns = [(kind, sent[:, i], across[:, i], sources[i], calls[:, i]) for i, kind in enumerate(KINDS)]
-    for kind, rank_bytes, away, source, num in [*columns, ("total", sent.sum(1), across.sum(1), "", calls[:, :0])]:
-        if kind in RARE_KINDS and not rank_bytes.any():
+    headings = ["kind", "mean", "max", "on rank", *node_headings, "source", *(COLLECTIVES[i] for i in used)]
+    title = f"Bytes and calls per rank and step ({len(per_step)} ranks, {steps} steps)"
+    text = text_table(headings, ["kind", "source"], title=title, caption="\n".join(lines))
+    for kind, numbers in by_kind.items():
+        sent, away, calls = numbers[0], numbers[1], numbers[2:]
+        if kind in RARE_KINDS and not sent.any():
             continue
+        # DDP's own reduction makes no call that is seen; those of hooks and of replicas of stages are.
+        source = "computed" if kind == DENSE_GRADIENTS and not calls.any() else "counted"
         text.add_row(
             kind,
-            format_bytes(float(rank_bytes.mean())),
-            format_bytes(float(rank_bytes.max())),
-            str(int(rank_bytes.argmax())) if float(rank_bytes.max()) > float(rank_bytes.min()) else "all",
+            format_bytes(float(sent.mean())),
+            format_bytes(float(sent.max())),
+            str(int(sent.argmax())) if float(sent.max()) > float(sent.min()) else "all",
             *([format_bytes(float(away.mean()))] if several_nodes else []),
-            source,
-            f"{float(num.mean()):.1f}" if num.any() else "",
+            "" if kind == "total" else source,
+            *(f"{float(calls[i].mean()):.1f}" if calls[i].any() else "" for i in used),
         )
-    (console or Console()).print(text)
+    print_wide(text, console)
+
+
+def _bytes_of_nodes(numbers: Tensor, nodes: Sequence[int]) -> list[str]:
+    """Return a line for each of the first nodes. numbers: (measures, ranks)."""
+    lines = []
+    for node in sorted(set(nodes))[:MAX_SHOWN_NODES]:
+        ranks = [rank for rank, other in enumerate(nodes) if other == node]
+        sent, away = numbers[:2, ranks].sum(1).tolist()
+        to_others = f"{format_bytes(away)} of it to other nodes"
+        lines.append(f"node {node} (rank {format_ranks(ranks)}) sent {format_bytes(sent)}, {to_others}")
+    return lines
 
 
 @dataclass
 class SentTotals:
-    """Bytes that left this rank, by kind, those of them that left its node, and the number of exchanges."""
+    """What this rank has sent, over steps."""
 
-    sent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
-    across_nodes: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
-    calls: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
+    by_kind: dict[str, list[float]] = field(default_factory=lambda: {kind: [0.0] * len(MEASURES) for kind in KINDS})
     steps: int = 0
+
+    def per_step(self) -> Tensor:
+        """Return (kinds, measures), on the host."""
+        # float64: beyond 2**24, which is 16 MB, float32 does not count single bytes.
+        return torch.tensor(list(self.by_kind.values()), dtype=torch.float64) / max(self.steps, 1)
 
 
 class Communication(Stoppable):
@@ -229,8 +229,8 @@ class Communication(Stoppable):
         super().__init__()
         self._log_times = LogTimes()
         self._unwatch: Callable[[], None] | None = None
-        self._reductions: list[tuple[DistributedDataParallel, float, float]] = []
-        self._nodes: Nodes = None
+        self._reductions: list[tuple[DistributedDataParallel, dict[int, float]]] = []
+        self._nodes: Sequence[int] = ()
         self._evaluating = False
         self._fit = SentTotals()
         self._since_log = SentTotals()
@@ -239,19 +239,19 @@ class Communication(Stoppable):
     @property
     def bytes_per_step(self) -> dict[str, float]:
         """Bytes that this rank has sent per step of the fit, by kind: the mean over its steps so far."""
-        return {kind: sent / max(self._fit.steps, 1) for kind, sent in self._fit.sent.items()}
+        return dict(zip(KINDS, self._fit.per_step()[:, 0].tolist(), strict=True))
 
     @property
     def mean_bytes_per_step(self) -> dict[str, float]:
         """The mean over all ranks of what each sent per step of the fit, by kind; empty before its end."""
-        return {} if self._gathered is None else dict(zip(KINDS, self._gathered[:, 0].mean(0).tolist(), strict=True))
+        return {} if self._gathered is None else dict(zip(KINDS, self._gathered[..., 0].mean(0).tolist(), strict=True))
 
     @property
     def mean_exchanges_per_step(self) -> dict[str, float]:
         """The mean over all ranks of exchanges per step, of the kinds that have any; empty before the fit's end."""
         if self._gathered is None:
             return {}
-        calls = zip(KINDS, self._gathered[:, 2].mean(0).tolist(), strict=True)
+        calls = zip(KINDS, self._gathered[..., 2:].sum(2).mean(0).tolist(), strict=True)
         return {kind: number for kind, number in calls if number}
 
     @override
@@ -264,7 +264,7 @@ class Communication(Stoppable):
             return
         self._nodes = find_nodes(trainer)
         reducing = [ddp for ddp in find_ddps(trainer) if not has_comm_hook(ddp)]  # the calls of hooks are seen
-        self._reductions = [(ddp, *reduced_bytes(ddp, self._nodes)) for ddp in reducing]
+        self._reductions = [(ddp, reduced_bytes(ddp, trainer.global_rank)) for ddp in reducing]
         # These replace functions of torch.distributed in this process: on_exception and teardown undo them too.
         undo = ExitStack()
         undo.enter_context(watch_collectives((*EXCHANGES, *ROOTED, *RINGS), self._count_call))
@@ -275,10 +275,10 @@ class Communication(Stoppable):
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         # Not on_after_backward: a callback that overrides it may read the tables' gradients, so that no table could be
         # updated inside of backward.
-        for ddp, sent, across_nodes in self._reductions:
+        for ddp, sent in self._reductions:
             # False while gradients accumulate: Lightning runs backward inside of DDP's no_sync then.
             if ddp.require_backward_grad_sync:
-                self._count(DENSE_GRADIENTS, sent, across_nodes, calls=0)  # DDP's calls are not seen
+                self._count(DENSE_GRADIENTS, sent, None)  # DDP's calls are not seen
 
     @override
     def on_train_batch_end(
@@ -312,9 +312,7 @@ class Communication(Stoppable):
         """Print the table on rank 0."""
         if self._gathered is None or not trainer.is_global_zero:
             return
-        if trainer.progress_bar_callback is not None:
-            # An active progress bar would be drawn again below the table.
-            trainer.progress_bar_callback.teardown(trainer, pl_module, "fit")
+        end_progress_bar(trainer, pl_module)
         print_table(self._gathered, self._nodes, self._fit.steps)
 
     @override
@@ -328,53 +326,50 @@ class Communication(Stoppable):
         if dist.get_rank(group) < 0:  # this rank is not in the group: the call does nothing
             return
         # Global ranks, because nodes are numbered by them; a rank in a subgroup has another number.
-        ranks = dist.get_process_group_ranks(group)
-        if name in EXCHANGES:
-            sent, across = exchanged_bytes(arguments, ranks, dist.get_rank(), self._nodes)
-        elif name in ROOTED:
-            sent, across = rooted_bytes(name, arguments, ranks, dist.get_rank(), self._nodes)
-        else:
-            sent, across = ring_bytes(name, arguments, ranks, self._nodes)
-        self._count(classify_call(name, dtype_sent(arguments), caller), sent, across, calls=1)
+        sent = sent_by_call(name, arguments, dist.get_process_group_ranks(group), dist.get_rank())
+        collective = next((begin for begin in COLLECTIVES if name.startswith(begin)), COLLECTIVES[-1])
+        self._count(classify_call(name, dtype_sent(arguments), caller), sent, collective)
 
     def _count_send(self, tensor: Tensor, to_rank: int, caller: str) -> None:
-        kind, sent, across = sent_by_stage(tensor, to_rank, caller, dist.get_rank(), self._nodes)
-        self._count(kind, sent, across, calls=1)
+        """Count a stage's send. caller: the function of torch's PipelineStage that makes it."""
+        kind = STAGE_GRADIENTS if caller == "get_bwd_send_ops" else STAGE_OUTPUTS
+        self._count(kind, {to_rank: _bytes(tensor)}, COLLECTIVES[-1])
 
-    def _count(self, kind: str, sent: float, across_nodes: float, calls: int) -> None:
+    def _count(self, kind: str, sent: Mapping[int, float], collective: str | None) -> None:
+        node = self._nodes[dist.get_rank()]
+        away = sum(size for rank, size in sent.items() if self._nodes[rank] != node)
         for totals in () if self._evaluating else (self._fit, self._since_log):
-            totals.sent[kind] += sent
-            totals.across_nodes[kind] += across_nodes
-            totals.calls[kind] += calls
+            numbers = totals.by_kind[kind]
+            numbers[0] += sum(sent.values())
+            numbers[1] += away
+            if collective is not None:
+                numbers[MEASURES.index(collective)] += 1
 
     def _numbers(self, traffic: SentTotals) -> dict[str, float]:
-        shown = [kind for kind in KINDS if kind not in RARE_KINDS or self._fit.calls[kind]]
-        numbers = {f"communication/{kind.replace(' ', '_')}_bytes": traffic.sent[kind] for kind in shown}
-        numbers["communication/all_bytes"] = sum(traffic.sent.values())
-        if self._nodes is not None:
-            numbers["communication/across_nodes_bytes"] = sum(traffic.across_nodes.values())
-        numbers |= {f"communication/{kind.replace(' ', '_')}_calls": n for kind, n in traffic.calls.items() if n}
-        return {name: number / max(traffic.steps, 1) for name, number in numbers.items()}
+        per_step, numbers = traffic.per_step(), {}
+        for kind, (sent, _, *calls) in zip(KINDS, per_step.tolist(), strict=True):
+            name = f"communication/{kind.replace(' ', '_')}"
+            # A kind that the fit has sent stays, so that loggers get it at all times.
+            if kind not in RARE_KINDS or self._fit.by_kind[kind][0]:
+                numbers[f"{name}_bytes"] = sent
+            if any(calls):
+                numbers[f"{name}_calls"] = sum(calls)
+        numbers["communication/all_bytes"], across_nodes = per_step[:, :2].sum(0).tolist()
+        several_nodes = {"communication/across_nodes_bytes": across_nodes} if len(set(self._nodes)) > 1 else {}
+        return numbers | several_nodes
 
     def _gather(self, trainer: Trainer) -> Tensor:
-        """Collective. Return numbers per step, shape (ranks, 3, kinds): bytes, those across nodes, and calls."""
-        fit = self._fit
-        counts = [list(counts.values()) for counts in (fit.sent, fit.across_nodes, fit.calls)]
-        # float64: beyond 2**24, which is 16 MB, float32 does not count single bytes.
-        numbers = torch.tensor(counts, dtype=torch.float64, device=trainer.strategy.root_device) / self._fit.steps
-        gathered = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, numbers)
-        return torch.stack(gathered).cpu()
+        """Collective. Return (ranks, kinds, measures) per step."""
+        return torch.stack(all_gather(self._fit.per_step().to(trainer.strategy.root_device))).cpu()
 
 
-def find_nodes(trainer: Trainer) -> Nodes:
-    """Return the node of each rank, as our strategies and torchrun know it; None: what leaves a node is not shown."""
+def find_nodes(trainer: Trainer) -> Sequence[int]:
+    """Return the node of each rank, as our strategies and torchrun know it; one for all where it is not known."""
     if (session := getattr(trainer.strategy, "session", None)) is not None:
         return session.nodes.node_of_rank  # type: ignore[no-any-return]
     local_size = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if not local_size.isdecimal() or not int(local_size):
-        return None
-    return [rank // int(local_size) for rank in range(trainer.world_size)]
+    is_known = local_size.isdecimal() and int(local_size)
+    return [rank // int(local_size) if is_known else 0 for rank in range(trainer.world_size)]
 
 
 def find_ddps(trainer: Trainer) -> list[DistributedDataParallel]:

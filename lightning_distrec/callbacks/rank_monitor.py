@@ -6,8 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_distrec.atomic_files import replace_file
@@ -22,7 +24,7 @@ from lightning_distrec.callbacks.rank_records import (
     stragglers,
     summarize_ranks,
 )
-from lightning_distrec.callbacks.steps import Clocked, LogTimes, log, seconds_by_span
+from lightning_distrec.callbacks.steps import Clocked, LogTimes, end_progress_bar, log, seconds_by_span
 from lightning_distrec.callbacks.throughput import SampleCounter
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.gpu import DeviceTimes, gpu_use, is_gpu
@@ -63,6 +65,7 @@ class RankMonitor(Clocked):
         self._board: RecordBoard
         self._folder: str | None = None
         self._named: set[int] = set()
+        self._loss_sum: Tensor
         self.summary: dict[str, Any] = {}
         """The summary of the latest fit, on rank 0."""
 
@@ -70,6 +73,7 @@ class RankMonitor(Clocked):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Collective. Agree on the folder, and begin to measure."""
         self._latest, self._fit, self._named, self.summary = Totals(), Totals(), set(), {}
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=trainer.strategy.root_device)
         self._log_times.start()
         self._counter.start(trainer.train_dataloader, trainer.datamodule)  # type: ignore[attr-defined]
         self._board = RecordBoard(f"lightning_distrec/ranks/{next(_fits)}/", trainer.global_rank)
@@ -100,6 +104,11 @@ class RankMonitor(Clocked):
         samples = self._counter.count(batch) or 0
         step = self.clock.end()
         span_seconds = seconds_by_span(step)
+        loss = (outputs or {}).get("loss")
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            # It stays on the device: reading it would wait. Lightning has divided it by the accumulated batches.
+            self._loss_sum = self._loss_sum + loss.detach() * trainer.accumulate_grad_batches
+            self._fit.losses += 1
         for totals in (self._latest, self._fit):
             totals.add(step.seconds, step.cpu_seconds, samples, span_seconds)
             totals.add_device(device_seconds)
@@ -116,6 +125,7 @@ class RankMonitor(Clocked):
         self.stop()
         if not self._fit.steps:
             return
+        self._fit.loss_sum = float(self._loss_sum)
         self._put(trainer, "last")
         if trainer.is_global_zero:
             # The store lives as long as the process group, which further fits use: what is read is removed.
@@ -134,9 +144,7 @@ class RankMonitor(Clocked):
         counts = [callback for callback in trainer.callbacks if isinstance(callback, Communication)]  # type: ignore[attr-defined]
         self.summary["bytes_sent_per_step"] = counts[0].mean_bytes_per_step if counts else {}
         self.summary["exchanges_per_step"] = counts[0].mean_exchanges_per_step if counts else {}
-        if trainer.progress_bar_callback is not None:
-            # An active progress bar would be drawn again below the table.
-            trainer.progress_bar_callback.teardown(trainer, pl_module, "fit")
+        end_progress_bar(trainer, pl_module)
         print_summary(self.summary)
         trial = trainer.fast_dev_run  # type: ignore[attr-defined]  # set where Lightning's types do not look
         # Loggers may write to remote storage, where Path would make a local folder named 's3:'.

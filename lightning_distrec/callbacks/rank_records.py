@@ -13,16 +13,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 
 from lightning_distrec._compat.torch import default_store
-from lightning_distrec.spans import BACKWARD, WAIT_CONTROL_MESSAGE, WAIT_INPUT_DIST, WAIT_OUTPUT_DIST
-from lightning_distrec.units import format_bytes, format_ranks, text_table
+from lightning_distrec.spans import BACKWARD, WAIT_CONTROL_MESSAGE, WAIT_DATA, WAIT_INPUT_DIST, WAIT_OUTPUT_DIST
+from lightning_distrec.units import format_bytes, format_ranks, print_wide, text_table
 
 # What waits for other ranks. A wait for data is a rank's own time: its loader is slow.
 WAITS_FOR_RANKS = (WAIT_INPUT_DIST, WAIT_OUTPUT_DIST, WAIT_CONTROL_MESSAGE)
 MAX_SHOWN_RANKS = 16
-WIDTH = 160
 
 
 @dataclass
@@ -38,6 +36,9 @@ class Totals:
     """Steps whose times on a GPU were read."""
     device_seconds: dict[str, float] = field(default_factory=dict)
     """Phase -> sum of these."""
+    losses: int = 0
+    """Steps that had a loss."""
+    loss_sum: float = 0.0
 
     def add_device(self, seconds: dict[str, float]) -> None:
         """Add a step's times on a GPU; {}: none was read."""
@@ -197,6 +198,7 @@ def summarize_ranks(
     span_ms = {name: mean(fit.ms(fit.seconds_by_span.get(name, 0.0)) for fit in fits) for name in spans}
     step = mean(fit.ms(fit.seconds) for fit in fits)
     nodes = sorted({record.node for record in records})
+    losses = [fit.loss_sum / fit.losses for fit in fits if fit.losses]
     return {
         "ranks": len(records) + len(missing),
         "ranks_without_record": list(missing),
@@ -204,6 +206,8 @@ def summarize_ranks(
         # All ranks' samples over the time of the slowest, for which the others wait.
         "samples_per_second": sum(fit.samples for fit in fits) / readers / seconds if seconds else 0.0,
         "step_ms": step,
+        "mean_loss": mean(losses) if losses else None,
+        "data_wait_share": span_ms.get(WAIT_DATA, 0.0) / step if span_ms else None,
         "ms_per_step": {**span_ms, "other": step - sum(span_ms.values())} if span_ms else {},
         "slowest_rank": _slowest(fits, records),
         "stragglers": [records[place].rank for place in stragglers(fits, share)],
@@ -235,8 +239,11 @@ def print_summary(summary: dict[str, Any]) -> None:
     """Print the summary; of more than MAX_SHOWN_RANKS ranks, those with the largest own time."""
     span_texts = ", ".join(f"{name} {ms:.1f}" for name, ms in summary["ms_per_step"].items())
     sent = sum(summary["bytes_sent_per_step"].values())
+    loss, share = summary["mean_loss"], summary["data_wait_share"]
     lines = [
         f"{summary['samples_per_second']:,.0f} samples/s, {summary['step_ms']:.1f} ms per step",
+        *([] if share is None else [f"ranks waited for data {share:.1%} of the time"]),
+        *([] if loss is None else [f"mean loss of all steps and ranks: {loss:.5g}"]),
         *([f"ms per step, mean of ranks: {span_texts}"] if span_texts else []),
         *([f"{format_bytes(sent)} sent per rank and step"] if sent else []),
         f"most time of its own: rank {summary['slowest_rank']}"
@@ -262,6 +269,4 @@ def print_summary(summary: dict[str, Any]) -> None:
         place = (str(row[name]) for name in ("rank", "host", "node", "local_rank", "device"))
         milliseconds = (f"{row[name]:.1f}" if name in row else "" for name in times)
         text.add_row(*place, *milliseconds, *map(format_bytes, row["memory_bytes"].values()))
-    # Where the output is no terminal rich assumes 80 columns, which would fold most of them.
-    console = Console()
-    (console if console.is_terminal else Console(width=WIDTH)).print(text)
+    print_wide(text)

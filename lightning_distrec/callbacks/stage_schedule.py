@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
 from typing_extensions import override
 
-from lightning_distrec.callbacks.steps import Stoppable
+from lightning_distrec.callbacks.steps import Stoppable, all_gather
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.spans import STAGE_BACKWARD, STAGE_FORWARD, STAGE_LOSS, Span, subscribe
 
@@ -109,22 +108,16 @@ class StageSchedule(Stoppable):
             kind, *numbers = span.name.rsplit(maxsplit=2)
             if kind in KINDS:
                 rows.append([KINDS.index(kind), *map(int, numbers), span.begin - self._zero, span.end - self._zero])
-        counts = _all_gather(torch.tensor([len(rows)], device=device))
+        counts = all_gather(torch.tensor([len(rows)], device=device))
         # all_gather takes equal shapes, and ranks differ: the last stage's rank has spans of the loss too.
         rows += [[0.0] * 5] * (int(max(counts)) - len(rows))
         # float64: an hour after the start float32 resolves a quarter of a millisecond only.
-        gathered = _all_gather(torch.tensor(rows, dtype=torch.float64, device=device).reshape(-1, 5))
+        gathered = all_gather(torch.tensor(rows, dtype=torch.float64, device=device).reshape(-1, 5))
         return [
             Work(rank, int(kind), int(stage), int(microbatch), begin, end)
             for rank, (rank_rows, count) in enumerate(zip(gathered, counts, strict=True))
             for kind, stage, microbatch, begin, end in rank_rows[: int(count)].tolist()
         ]
-
-
-def _all_gather(local: Tensor) -> list[Tensor]:
-    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, local)
-    return gathered
 
 
 def align_clocks(device: torch.device, rounds: int = 5) -> float:
@@ -140,7 +133,7 @@ def align_clocks(device: torch.device, rounds: int = 5) -> float:
         token.item()  # waits for a GPU
         moments.append(time.perf_counter())
     local = torch.tensor(moments, dtype=torch.float64, device=device)
-    gathered = _all_gather(local)
+    gathered = all_gather(local)
     # Rank 0's first moment, in this rank's clock: perf_counter counts from a moment that differs between nodes.
     return float(gathered[0][0]) + float((local - gathered[0]).median())
 

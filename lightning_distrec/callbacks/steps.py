@@ -7,7 +7,10 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_distrec._compat.lightning import batches_that_stepped
@@ -171,7 +174,7 @@ class LogTimes:
     """Decides when to log: every `Trainer(log_every_n_steps)` optimizer steps, as Lightning does."""
 
     def __init__(self) -> None:
-        self._last = -1
+        self.start()
 
     def start(self) -> None:
         """Reset for a new fit."""
@@ -193,3 +196,16 @@ def log(trainer: Trainer, numbers: dict[str, float]) -> None:
     step = batches_that_stepped(trainer)
     for logger in trainer.loggers:
         logger.log_metrics(numbers, step=step)
+
+
+def end_progress_bar(trainer: Trainer, module: LightningModule) -> None:
+    """End the bar, which would be drawn again below a table that is printed while it is active."""
+    if trainer.progress_bar_callback is not None:
+        trainer.progress_bar_callback.teardown(trainer, module, "fit")
+
+
+def all_gather(local: Tensor) -> list[Tensor]:
+    """Collective. Return the tensors of all ranks, which have one shape."""
+    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, local)
+    return gathered

@@ -1,16 +1,18 @@
-"""An ordinary LightningModule around TorchRec's DLRM or DLRM_DCN; nothing here knows of ranks or shards.
+"""An ordinary LightningModule around TorchRec's DLRM, DLRM_DCN or DeepFM; nothing here knows of ranks or shards.
 
-Source of the shapes: Naumov et al., arXiv:1906.00091 (DLRM); Wang et al., arXiv:2008.13535 (DCN V2); MLPerf Training.
+Source of the shapes: Naumov et al., arXiv:1906.00091 (DLRM); Wang et al., arXiv:2008.13535 (DCN V2); Guo et al.,
+arXiv:1703.04247 (DeepFM); MLPerf Training.
 """
 
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torchmetrics.classification import BinaryAUROC
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM, DLRM_DCN
 
 from lightning_distrec.errors import ConfigError
@@ -41,6 +43,7 @@ class ClickModel(pl.LightningModule):
         dim: int = 128,
         bottom: list[int] | None = None,
         top: list[int] | None = None,
+        arch: str = "dlrm",
         interaction: str = "dcn",
         dcn_layers: int = 3,
         dcn_rank: int = 512,
@@ -54,7 +57,9 @@ class ClickModel(pl.LightningModule):
             dim: numbers per embedding, a multiple of 4.
             bottom: widths of the hidden layers over the integers; a last one of width `dim` is added.
             top: widths of the hidden layers after the interaction; a last one of width 1 is added.
-            interaction: "dot", as in DLRM, or "dcn", as in DCNv2.
+            arch: "dlrm", or "deepfm": a factorization machine beside one layer over all embeddings. That layer has the
+                first width of `top`, and the layer over the integers the first of `bottom`.
+            interaction: of "dlrm": "dot", as in DLRM, or "dcn", as in DCNv2.
             dcn_layers: cross layers of "dcn".
             dcn_rank: rank of their matrices.
             table_learning_rate: Adagrad's learning rate for the embedding tables.
@@ -63,11 +68,13 @@ class ClickModel(pl.LightningModule):
         super().__init__()
         if interaction not in ("dot", "dcn"):
             raise ConfigError(f"interaction='{interaction}': use 'dot' or 'dcn'.")
+        if arch not in ("dlrm", "deepfm"):
+            raise ConfigError(f"arch='{arch}': use 'dlrm' or 'deepfm'.")
         if dim < 4 or dim % 4:
             raise ConfigError(f"dim={dim}: TorchRec's kernels want a multiple of 4.")
         self.save_hyperparameters()
         # Created in configure_model, where the strategy chooses the device.
-        self.model: DLRM | None = None
+        self.model: DLRM | SimpleDeepFMNN | None = None
         self.val_auroc = BinaryAUROC(thresholds=AUROC_BINS)
         self.test_auroc = BinaryAUROC(thresholds=AUROC_BINS)
 
@@ -76,13 +83,18 @@ class ClickModel(pl.LightningModule):
         if self.model is not None:
             return
         set_to = self.hparams
+        bottom, top = set_to["bottom"] or [512, 256], set_to["top"] or [1024, 1024, 512, 256]
         layers = {
             "dense_in_features": NUM_INTEGERS,
-            "dense_arch_layer_sizes": [*(set_to["bottom"] or [512, 256]), set_to["dim"]],
-            "over_arch_layer_sizes": [*(set_to["top"] or [1024, 1024, 512, 256]), 1],
+            "dense_arch_layer_sizes": [*bottom, set_to["dim"]],
+            "over_arch_layer_sizes": [*top, 1],
         }
         tables = build_tables(set_to["max_rows"], set_to["dim"])
-        if set_to["interaction"] == "dot":
+        if set_to["arch"] == "deepfm":
+            self.model = SimpleDeepFMNN(NUM_INTEGERS, tables, hidden_layer_size=bottom[0], deep_fm_dimension=top[0])
+            # TorchRec's own last layer ends in a sigmoid; the loss here takes log-odds.
+            self.model.over_arch = nn.Linear(set_to["dim"] + top[0] + 1, 1)
+        elif set_to["interaction"] == "dot":
             self.model = DLRM(tables, **layers)
         else:
             cross = {"dcn_num_layers": set_to["dcn_layers"], "dcn_low_rank_dim": set_to["dcn_rank"]}

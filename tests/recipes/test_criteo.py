@@ -2,12 +2,16 @@
 
 from pathlib import Path
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 from pyarrow import csv, parquet
+from torch.utils.data import DataLoader
 from torchmetrics.functional.classification import binary_auroc
+from torchrec import KeyedJaggedTensor
 
+from lightning_distrec import TorchRecShardedStrategy
 from lightning_distrec.errors import ConfigError, DataError
 from recipes.criteo_dlrm.columns import (
     CATEGORIES,
@@ -20,7 +24,10 @@ from recipes.criteo_dlrm.columns import (
 )
 from recipes.criteo_dlrm.data import CriteoDataModule
 from recipes.criteo_dlrm.generator import Generator, tokens_of
+from recipes.criteo_dlrm.model import ClickModel
 from recipes.criteo_dlrm.write_logs import write_logs
+from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
+from tests.support.trainers import DEFAULTS
 
 
 @pytest.fixture(scope="module")
@@ -164,3 +171,34 @@ def test_impossible_settings_are_refused() -> None:
         CriteoDataModule(num_examples=0)
     with pytest.raises(ConfigError, match=r"val=0\.5, test=0\.5"):
         CriteoDataModule(val_fraction=0.5, test_fraction=0.5)
+
+
+def _weights(arch: str, interaction: str, num_ranks: int) -> dict[str, torch.Tensor]:
+    """Return the weights after three steps over the same 16 examples, in full."""
+    rank = rank_and_num_ranks()[0] if num_ranks > 1 else 0
+    pl.seed_everything(1)
+    size = {"max_rows": 50, "dim": 4, "bottom": [8], "top": [8], "dcn_layers": 1, "dcn_rank": 4}
+    model = ClickModel(arch=arch, interaction=interaction, **size)
+    model.configure_model()
+    examples = slice(16 // num_ranks * rank, 16 // num_ranks * (rank + 1))
+    batches = []
+    for _ in range(3):
+        ids = torch.stack([torch.randint(rows, (16,)) for rows in table_rows(50)])[:, examples]
+        batch = {"dense": torch.rand(16, 13)[examples], "label": torch.randint(2, (16, 1)).float()[examples]}
+        lengths = torch.ones(ids.numel(), dtype=torch.int32)
+        batches.append(batch | {"ids": KeyedJaggedTensor(list(CATEGORIES), ids.flatten(), lengths=lengths)})
+    strategy = TorchRecShardedStrategy() if num_ranks > 1 else "auto"
+    trainer = pl.Trainer(strategy=strategy, devices=num_ranks, **DEFAULTS)
+    trainer.fit(model, DataLoader(batches, batch_size=None))
+    return trainer.strategy.full_state_dict() if num_ranks > 1 else model.state_dict()
+
+
+@pytest.mark.parametrize(("arch", "interaction"), [("deepfm", "dcn"), ("dlrm", "dcn"), ("dlrm", "dot")])
+def test_each_architecture_trains_sharded_as_in_one_process(arch: str, interaction: str) -> None:
+    sharded = run_on_warm_ranks(_weights, 2, arch, interaction, 2)[0]
+    torch.testing.assert_close(sharded, _weights(arch, interaction, 1), rtol=1e-4, atol=1e-5)
+
+
+def test_another_architecture_is_refused() -> None:
+    with pytest.raises(ConfigError, match="arch='wide': use 'dlrm' or 'deepfm'"):
+        ClickModel(arch="wide")

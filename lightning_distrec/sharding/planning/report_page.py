@@ -12,6 +12,7 @@ from lightning_distrec.sharding.planning.planned_table import PlannedTable
 from lightning_distrec.sharding.planning.report_pictures import can_draw, draw_plan
 from lightning_distrec.sharding.planning.report_text import (
     headline,
+    ids_in_words,
     memory_in_words,
     rank_columns,
     replicas_in_words,
@@ -106,6 +107,7 @@ def _findings(plan: ShardingPlan) -> str:
         time_in_words(plan) or "The time of a step is not known: the plan was not estimated",
         updates_in_words(plan),
         sent_in_words(plan),
+        ids_in_words(plan),
         replicas_in_words(plan),
     ]
     return f'<ul class="findings">{"".join(f"<li>{escape(finding)}.</li>" for finding in findings if finding)}</ul>'

@@ -13,7 +13,7 @@ from lightning_distrec.sharding.planning.planned_table import PlannedTable
 from lightning_distrec.sharding.planning.sharding_plan import RankUsage, ShardingPlan
 from lightning_distrec.sharding.planning.traffic import TRAFFIC_KINDS
 from lightning_distrec.sharding.sharders import HOST_KERNELS, QuantizedComms
-from lightning_distrec.units import format_bytes, format_ranks, quantity, shortened
+from lightning_distrec.units import format_bytes, format_ranks, print_wide, quantity, shortened
 
 
 def headline(plan: ShardingPlan) -> str:
@@ -62,13 +62,12 @@ def time_in_words(plan: ShardingPlan) -> str:
 
 
 def updates_in_words(plan: ShardingPlan) -> str:
-    """Return what takes most of the slowest rank's updates, what would change it; "" unless they outweigh the rest."""
+    """Return what takes most of the slowest rank's updates and what would change it; "" where that helps little."""
     if not plan.cost.known:
         return ""
     slowest = plan.cost.slowest
     all_of_it, updates = float(plan.cost.milliseconds_by_rank[slowest]), float(plan.cost.part("update")[slowest])
-    # Only where updates are most of the time does another optimizer or update help much.
-    if 2 * updates <= all_of_it:
+    if updates < UPDATES_THAT_MATTER_MS or 2 * updates <= all_of_it:
         return ""
     kinds: dict[tuple[str, str], list[PlannedTable]] = {}
     for table in plan.tables.values():
@@ -87,6 +86,16 @@ def updates_in_words(plan: ShardingPlan) -> str:
     if tables[0].sharding_type == "data_parallel":
         return f"{text}. Sharded over the ranks, each would move its share"
     return f"{text}. table_optimizer Adagrad{lazy} would move those that a step looks up"
+
+
+def ids_in_words(plan: ShardingPlan) -> str:
+    """Return how many ids the estimates count on; "" for a plan that was made for no batch."""
+    if not plan.batch_size:
+        return ""
+    factors = [factor for table in plan.tables.values() for factor in table.pooling_factors]
+    low, high = min(factors), max(factors)
+    ids = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
+    return f"Estimates take each example to have {ids} ids per feature; planning.estimate_pooling counts them"
 
 
 def sent_in_words(plan: ShardingPlan) -> str:
@@ -141,8 +150,8 @@ def milliseconds_in_words(number: float) -> str:
     return f"{number:,.0f} ms" if number >= 100 else f"{number:.3g} ms"
 
 
-NARROWEST_COLUMNS = 150
-"""Width of the printed table where the output is no terminal."""
+UPDATES_THAT_MATTER_MS = 1.0
+"""Updates of less time are a small part of any step."""
 MAX_TABLES = 60
 """Number of printed tables; of more, the largest are printed."""
 MAX_RANKS = 8
@@ -160,10 +169,6 @@ def print_plan(
 
     output_dtype: of looked up rows; None for float32. left_alone: path -> reason, of modules that are not sharded.
     """
-    console = console or Console()
-    # For an output that is no terminal rich assumes 80 columns, which would fold most of the table's columns.
-    if not console.is_terminal:
-        console = Console(width=NARROWEST_COLUMNS, file=console.file)
     tables, layout = list(plan.tables.values()), plan.layout
     title = f"Embedding tables over {quantity(layout.num_ranks, 'rank')}"
     title += f" in each of {layout.num_replicas} groups" if layout.num_replicas > 1 else ""
@@ -174,6 +179,7 @@ def print_plan(
         time_in_words(plan),
         updates_in_words(plan),
         sent_in_words(plan),
+        ids_in_words(plan),
         replicas_in_words(plan),
         _deduplicated(tables),
         _in_host_memory(tables),
@@ -199,7 +205,7 @@ def print_plan(
             table.update,
             table.update_reason,
         )
-    console.print(text)
+    print_wide(text, console)
 
 
 def some_ranks_in_words(ranks: list[int]) -> str:
@@ -221,12 +227,15 @@ def _deduplicated(tables: Sequence[PlannedTable]) -> str:
 
 
 def _in_host_memory(tables: Sequence[PlannedTable]) -> str:
-    """Return a line about tables that a GPU reads from host memory (UVM)."""
-    texts = [
-        table.name + (f" ({share:.0%} cached on the GPU)" if (share := table.cache_load_factor) else "")
-        for table in tables
-        if table.compute_kernel in HOST_KERNELS
-    ]
+    """Return a line about tensors that a GPU reads from host memory (UVM)."""
+    texts = []
+    for table in tables:
+        if table.compute_kernel in HOST_KERNELS:
+            # FBGEMM keeps state of one number for each row on the GPU.
+            tensors = "rows and optimizer state" if table.update_bytes_per_element else "rows"
+            share = table.cache_load_factor
+            cached = f", {share:.0%} cached on the GPU" if share else ""
+            texts.append(f"{table.name} ({tensors}{cached})")
     return f"In host memory (UVM): {shortened(texts, MAX_RANKS)}" if texts else ""
 
 

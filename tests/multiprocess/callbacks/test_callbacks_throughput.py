@@ -1,6 +1,7 @@
 """What ranks send is counted: byte for byte where a test sends it, and as sharding implies where torchrec does."""
 
 import csv
+import io
 import os
 import tempfile
 import time
@@ -18,9 +19,11 @@ from torch.utils.data import DataLoader
 
 from lightning_distrec import Communication, PipelineParallelStrategy, RankMonitor, Throughput
 from lightning_distrec.callbacks.communication import (
+    COLLECTIVES,
     DENSE_GRADIENTS,
     IDS,
     KINDS,
+    MEASURES,
     OTHER,
     RARE_KINDS,
     ROW_GRADIENTS,
@@ -31,7 +34,6 @@ from lightning_distrec.callbacks.communication import (
     find_nodes,
     print_table,
     ring_bytes,
-    sent_by_stage,
 )
 from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.sharding.weights.shard_access import without_guards
@@ -104,8 +106,13 @@ def _fit(folder: str = "", accumulate: int = 1, validate: bool = False, local: i
     trainer.fit(Sends(), _loader(4), *([_loader(2)] if validate else []))
     os.environ.pop("LOCAL_WORLD_SIZE", None)
     assert dist.all_to_all_single is original
-    across = {kind: sent / callbacks[0]._fit.steps for kind, sent in callbacks[0]._fit.across_nodes.items()}
-    return {"sent": callbacks[0].bytes_per_step, "across": across, "speed": callbacks[1].numbers}
+    _, across, *calls = callbacks[0]._fit.per_step().unbind(1)
+    return {
+        "sent": callbacks[0].bytes_per_step,
+        "across": dict(zip(KINDS, across.tolist(), strict=True)),
+        "calls": {name: number.sum() for name, number in zip(COLLECTIVES, calls, strict=True) if number.any()},
+        "speed": callbacks[1].numbers,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +179,7 @@ def test_bytes_across_nodes_follow_local_world_size() -> None:
         assert across[IDS] == away * WORD
         assert sent[IDS] == (1 + 2 + 3 + 4 - (rank + 1)) * WORD
         assert across[ROWS] == sent[ROWS] * 2 / 3 == 12 * 10 * 4 / 2
-        assert across[DENSE_GRADIENTS] == sent[DENSE_GRADIENTS] / 2  # two of a ring's four links
+        assert across[DENSE_GRADIENTS] == sent[DENSE_GRADIENTS] * (rank in (1, 3))  # before the other node
         assert sent[DENSE_GRADIENTS] == 2 * 3 / 4 * 6 * 10 * 4
 
 
@@ -284,12 +291,6 @@ def test_what_stages_send_each_other_is_counted() -> None:
                 assert summary["samples_per_second"] * seconds == pytest.approx(rows[0]["samples"])
 
 
-def test_what_stages_send_to_another_node_is_counted_apart() -> None:
-    for to_rank, is_away in ((1, False), (2, True)):
-        sent = sent_by_stage(torch.zeros(3), to_rank, "get_bwd_send_ops", 0, [0, 0, 1, 1])
-        assert sent == (STAGE_GRADIENTS, 12.0, 12.0 * is_away)
-
-
 @pytest.mark.parametrize(
     ("nodes", "group", "share"),
     [
@@ -298,16 +299,16 @@ def test_what_stages_send_to_another_node_is_counted_apart() -> None:
         ([0, 1, 0, 1], [0, 2], 0),
         ([0, 0, 0, 1], [0, 1, 2, 3], 2 / 4),
         ([0, 0, 0, 1], [0, 1, 2], 0),
-        (None, [0, 1, 2, 3], 0),
     ],
-    ids=["in blocks", "in turns", "one node of them", "unequal nodes", "the larger node", "not known"],
+    ids=["in blocks", "in turns", "one node of them", "unequal nodes", "the larger node"],
 )
 def test_bytes_across_nodes_follow_the_nodes_of_the_ranks(nodes: Any, group: list[int], share: float) -> None:
-    sent, across = ring_bytes("all_reduce", {"tensor": torch.zeros(8)}, group, nodes)
-    assert across == pytest.approx(share * sent)
-    sent, across = exchanged_bytes({"input": torch.zeros(len(group))}, group, group[0], nodes)
-    away = 0 if nodes is None else sum(nodes[rank] != nodes[group[0]] for rank in group)
-    assert (sent, across) == (4 * (len(group) - 1), 4 * away)
+    rings = [(rank, ring_bytes("all_reduce", {"tensor": torch.zeros(8)}, group, rank)) for rank in group]
+    away = [nodes[rank] != nodes[other] for rank, sent in rings for other in sent]
+    assert sum(away) / len(group) == pytest.approx(share)
+    assert [sum(sent.values()) for _, sent in rings] == [2 * 32 * (len(group) - 1) / len(group)] * len(group)
+    sent = exchanged_bytes({"input": torch.zeros(len(group))}, group, group[0])
+    assert sent == dict.fromkeys(group[1:], 4)
 
 
 def test_nodes_are_those_of_the_strategy_or_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +318,7 @@ def test_nodes_are_those_of_the_strategy_or_torchruns(monkeypatch: pytest.Monkey
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert find_nodes(stock) == [0, 0, 1, 1]
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert find_nodes(stock) is None
+    assert find_nodes(stock) == [0, 0, 0, 0]
 
 
 @pytest.mark.slow
@@ -346,15 +347,26 @@ def test_one_process_sends_nothing_and_prints_nothing(capsys: pytest.CaptureFixt
 def test_the_table_has_means_and_the_rank_that_sends_most() -> None:
     from rich.console import Console
 
-    console = Console(width=120, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    per_step = torch.zeros(2, 3, len(KINDS))
-    per_step[:, 0, :4] = torch.tensor([[8.0, 2000, 0, 5], [8.0, 4000, 0, 5]])
-    per_step[:, 1] = per_step[:, 0] / 2
-    per_step[:, 2, (0, 1, 2, -1)] = torch.tensor([1.0, 1, 1, 2])
+    console = Console(file=io.StringIO())
+    per_step = torch.zeros(2, len(KINDS), len(MEASURES))
+    per_step[:, :4, 0] = torch.tensor([[8.0, 2000, 0, 5], [8.0, 4000, 0, 5]])
+    per_step[..., 1] = per_step[..., 0] / 2
+    per_step[:, (0, 1, 2), 2] = 1.0
+    per_step[:, -1, MEASURES.index("all_reduce")] = torch.tensor([2.0, 3.0])
     print_table(per_step, [0, 1], 7, console)
-    lines = [" ".join(line.replace("│", " ").split()) for line in console.export_text().splitlines()]
-    assert "Bytes sent per rank and step (2 ranks, 7 steps)" in lines
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    lines = [" ".join(line.replace("│", " ").split()) for line in printed.splitlines()]
+    assert "Bytes and calls per rank and step (2 ranks, 7 steps)" in lines
+    assert "┃ kind ┃ mean ┃ max ┃ on rank ┃ across nodes ┃ source ┃ all_to_all ┃ all_reduce ┃" in lines
     assert "ids 8 B 8 B all 4 B counted 1.0" in lines
     assert "rows 2.9 KiB 3.9 KiB 1 1.5 KiB counted 1.0" in lines
     assert "dense gradients 5 B 5 B all 2 B computed" in lines
-    assert "total 2.9 KiB 3.9 KiB 1 1.5 KiB" in lines
+    assert "control messages and other 0 B 0 B all 0 B counted 2.5" in lines
+    assert "total 2.9 KiB 3.9 KiB 1 1.5 KiB 3.0 2.5" in lines
+    assert "node 1 (rank 1) sent 3.9 KiB, 2.0 KiB of it to other nodes" in lines
+
+
+def test_calls_are_counted_by_collective(on_two: dict[str, Any]) -> None:
+    for actual in on_two["ranks"]:
+        # In each step: ids, rows and their gradients; a sum of seven numbers; Lightning's broadcast.
+        assert actual["logged"]["calls"] == {"all_to_all": 3, "all_reduce": 1, "other calls": 1}

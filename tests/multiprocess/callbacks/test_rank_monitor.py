@@ -4,6 +4,7 @@ import json
 import time
 import warnings
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -28,7 +29,9 @@ class Slow(ClickModel):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if rank_and_num_ranks()[0] == 1:
             time.sleep(SLEEP_SECONDS)
-        return super().training_step(batch, batch_idx)
+        loss = super().training_step(batch, batch_idx)
+        self.losses = [*getattr(self, "losses", []), float(loss)]
+        return loss
 
 
 def _fit(folder: str, lost: bool) -> dict[str, Any]:
@@ -40,13 +43,19 @@ def _fit(folder: str, lost: bool) -> dict[str, Any]:
             monitor._put = lambda *_: None  # type: ignore[method-assign]
     row_wise = {"sharding_types": ["row_wise"]}
     trainer = make_trainer(
-        row_wise, callbacks=[monitor, Communication()], logger=CSVLogger(folder), log_every_n_steps=2
+        row_wise,
+        callbacks=[monitor, Communication()],
+        logger=CSVLogger(folder),
+        log_every_n_steps=2,
+        accumulate_grad_batches=2,
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(seeded(Slow, torch.optim.SGD, {"lr": 0.1}), DataLoader([make_batch(rank)] * STEPS, batch_size=None))
+        model = seeded(Slow, torch.optim.SGD, {"lr": 0.1})
+        trainer.fit(model, DataLoader([make_batch(rank)] * STEPS, batch_size=None))
     rank_monitor.WAIT_SECONDS = 60.0
-    return {"summary": monitor.summary, "warned": [str(entry.message) for entry in caught]}
+    warned = [str(entry.message) for entry in caught]
+    return {"summary": monitor.summary, "warned": warned, "losses": model.losses}
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +91,9 @@ def test_the_summary_counts_all_ranks_and_is_written_beside_the_logs(actual: dic
     seconds = max(row["step_ms"] for row in summary["by_rank"]) * STEPS / 1000
     assert summary["samples_per_second"] == pytest.approx(samples / seconds)
     assert sum(summary["ms_per_step"].values()) == pytest.approx(summary["step_ms"])
+    losses = [loss for local in actual["ranks"] for loss in local["all"]["losses"]]
+    assert summary["mean_loss"] == pytest.approx(mean(losses))
+    assert 0 < summary["data_wait_share"] < 1
     assert summary["bytes_sent_per_step"]["rows"] > 0
     exchanges = summary["exchanges_per_step"]
     assert exchanges["rows"] == 1

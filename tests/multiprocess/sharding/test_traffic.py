@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 from lightning_distrec import Communication, TorchRecShardedStrategy
-from lightning_distrec.callbacks.communication import DENSE_GRADIENTS
+from lightning_distrec.callbacks.communication import DENSE_GRADIENTS, KINDS
 from lightning_distrec.sharding.planning.traffic import (
     IDS,
     REPLICATED_GRADIENTS,
@@ -125,7 +125,7 @@ def _fit(
 
     model.on_train_start = look  # type: ignore[method-assign]
     trainer.fit(model, DataLoader([_batch()] * STEPS, batch_size=None))
-    across = {kind: sent / callback._fit.steps for kind, sent in callback._fit.across_nodes.items()}
+    across = dict(zip(KINDS, callback._fit.per_step()[:, 1].tolist(), strict=True))
     return actual | {"sent": callback.bytes_per_step, "across": across}
 
 

@@ -14,7 +14,7 @@ from lightning_distrec.callbacks.rank_records import (
 def _record(rank: int, device_ms: dict[str, float]) -> RankRecord:
     totals = Totals()
     for _ in range(4):
-        totals.add(0.1, 0.05, 8, {"forward": 0.02})
+        totals.add(0.1, 0.05, 8, {"forward": 0.02, "wait for data": 0.01})
         totals.add_device({name: ms / 1000 for name, ms in device_ms.items()})
         totals.add_device({})  # the device had passed no event
     return RankRecord(
@@ -45,4 +45,6 @@ def test_nodes_are_summed_up_and_devices_named(capsys: pytest.CaptureFixture[str
     text = capsys.readouterr().out
     assert "node 1 (host1): rank 2, 3, 160 samples/s" in text
     assert "cuda:1" in text
+    assert "ranks waited for data 10.0% of the time" in text
+    assert "mean loss" not in text  # no step returned one
     assert records[3].place == "host1 (node 1, local rank 1, cuda:1)"

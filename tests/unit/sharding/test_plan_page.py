@@ -108,6 +108,7 @@ def test_the_page_of_two_ranks_shows_what_they_hold_take_and_send() -> None:
         "Estimated time for tables, per step: 3 ms on the slowest rank (1), 2.5 ms on average.",
         f"Estimated bytes sent for tables, per rank and step: {format_bytes(sent.mean())}; most by rank "
         f"{sent.argmax()}: {format_bytes(sent.max())}.",
+        "Estimates take each example to have 2 to 3 ids per feature; planning.estimate_pooling counts them.",
     ]
     ranks = {row[0]: row[1:] for row in read.rows if row[0] in "01"}
     assert ranks["0"][:7] == ["256.0 MiB", "16.0 MiB", "240.0 MiB", "1.0 GiB", "3.0 MiB", "0 B", "2 ms"]

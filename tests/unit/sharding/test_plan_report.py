@@ -125,6 +125,18 @@ def test_one_rank_has_a_time_and_sends_nothing() -> None:
     assert "Estimated bytes" not in text
 
 
+def test_estimates_say_which_ids_they_assume() -> None:
+    tables, shardings = rows_in_two_tables()
+    plan = replace(plan_of(tables, shardings, NodeLayout((0, 0))), batch_size=512)
+    lists = replace(plan.tables["rows.clicks"], pooling_factors=(73.0,))
+    console = Console(file=io.StringIO(), width=150)
+    print_plan(plan, console=console)
+    print_plan(replace(plan, tables=plan.tables | {"rows.clicks": lists}), console=console)
+    shown = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+    assert "Estimates take each example to have 1 ids per feature; planning.estimate_pooling counts them" in shown
+    assert "Estimates take each example to have 1 to 73 ids per feature" in shown
+
+
 def test_a_thousand_ranks_and_many_tables_fit_on_a_screen() -> None:
     layout = NodeLayout.equal(1024, 8)
     tables = tables_of(100, rows=4096, dim=256)

@@ -1,6 +1,7 @@
 """What a user may say about a table: by name, by pattern, from code and from YAML; and what planning makes of it."""
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -228,8 +229,10 @@ def test_a_table_is_planned_with_the_kernel_and_the_cache_that_were_asked_for() 
     assert add_params_from_parameter_sharding(None, plan["ebc.a"])["cache_load_factor"] == 0.25
     assert (plan["ebc.b"].compute_kernel, plan["ebc.b"].cache_params) == ("fused", None)
     console = Console(file=io.StringIO(), width=150)
-    print_plan(made, console=console)
-    assert "In host memory (UVM): ebc.a (25% cached on the GPU) " in console.file.getvalue()  # type: ignore[attr-defined]
+    with_state = replace(made.tables["ebc.a"], name="ebc.c", update_bytes_per_element=4.0, cache_load_factor=None)
+    print_plan(replace(made, tables=made.tables | {"ebc.c": with_state}), console=console)
+    shown = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+    assert "In host memory (UVM): ebc.a (rows, 25% cached on the GPU), ebc.c (rows and optimizer state)" in shown
 
 
 class Shipped(nn.Module):

@@ -81,6 +81,14 @@ def test_the_start_table_says_when_updates_outweigh_lookups_and_what_would_chang
     assert "outweigh" not in printed(planned(with_update(tables, "fused", "SGD", 0.0)))
 
 
+def test_updates_of_microseconds_are_not_mentioned() -> None:
+    one_id = {0: TableOptions(sharding_types=["table_wise"], pooling_factor=1.0)}
+    plan = planned(with_update(table_set([(10_000, 64)], 2, 2, 40.0, options=one_id), "dense", "Adam", ADAM))
+    slowest = plan.cost.slowest
+    assert plan.cost.part("update")[slowest] > 0.5 * plan.cost.milliseconds_by_rank[slowest]
+    assert "outweigh" not in printed(plan)
+
+
 def printed(plan: ShardingPlan) -> str:
     console = Console(file=io.StringIO(), width=150)
     print_plan(plan, console=console)
