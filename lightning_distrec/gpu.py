@@ -25,7 +25,7 @@ def is_on_gpu(tensor: torch.Tensor) -> bool:
 
 
 class HostCopy:
-    """Few integers of a tensor that the host needs later: they are sent now, without waiting for them."""
+    """Few numbers of a tensor that the host needs later: they are sent now, without waiting for them."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor

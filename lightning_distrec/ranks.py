@@ -1,5 +1,6 @@
 """What a file may need of the ranks of its job, as Protocols: cluster/consensus.py has it, tests have simple ones."""
 
+import hashlib
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
@@ -48,3 +49,9 @@ class Ranks(Protocol):
 
     def take_flags(self, gathered: list[list[int]]) -> list[list[int]]:
         """Return each rank's values without the flags that `with_flags` appended."""
+
+
+def number_for(value: Any) -> int:
+    """Return a number that is alike on ranks whose values are, to compare them by its minimum and its negative's."""
+    # 7 bytes, so that the number and its negative fit into int64s of a message.
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "big")

@@ -153,7 +153,7 @@ def _all_gather_bytes(data: bytes, size: int, num_ranks: int, group: Any) -> lis
     return [received[rank * size : (rank + 1) * size].numpy().tobytes() for rank in range(num_ranks)]
 
 
-NUM_FLAGS = 3
+NUM_FLAGS = 5
 """How many numbers the flags add to a message."""
 REQUEUE, STOP, CONTINUE = range(3)
 """What a signal requests of a rank. All ranks do the smallest of what was requested."""
@@ -163,7 +163,7 @@ class RankFlags:
     """What a rank reports to the others along with its next message, whatever that is about.
 
     A stop request or a failed write must reach all ranks at the same step, but is too rare for a message of its own at
-    each step: three numbers more in a message that is sent anyway cost nothing.
+    each step: a few numbers more in a message that is sent anyway cost nothing.
     """
 
     def __init__(self) -> None:
@@ -178,6 +178,9 @@ class RankFlags:
         self.was_seen = False
         """Whether any rank has seen what it watches for, and the number of messages so far without that."""
         self.num_unseen = 0
+        self.compared = 0
+        """A number that must be alike on all ranks, and whether all ranks know that it was not."""
+        self.differs = False
 
     def request(self, request: int) -> None:
         """Request STOP or REQUEUE. A signal handler may call it, wherever the rank is."""
@@ -197,19 +200,22 @@ class RankFlags:
         self.requested = self.requested if self.agreed == CONTINUE else CONTINUE
         self.agreed = CONTINUE
         self.was_seen, self.num_unseen, self._look = False, 0, None
+        self.compared, self.differs = 0, False
 
-    def to_send(self) -> tuple[int, int, int]:
+    def to_send(self) -> tuple[int, int, int, int, int]:
         """Return this rank's flags now, as numbers of which the smallest counts."""
         self.num_exchanges += 1
         failed = self._has_failed is not None and self._has_failed()
-        return self.requested, int(self._look is None or not self._look()), int(not failed)
+        unseen = self._look is None or not self._look()
+        return self.requested, int(unseen), int(not failed), self.compared, -self.compared
 
-    def receive(self, requested: int, unseen: int, no_failure: int) -> None:
+    def receive(self, requested: int, unseen: int, no_failure: int, compared: int, negated: int) -> None:
         """Take over the flags of all ranks: the smallest of each."""
         self.agreed = min(self.agreed, requested)
         self.has_failed |= not no_failure
         self.was_seen |= not unseen
         self.num_unseen += bool(unseen)
+        self.differs |= compared != -negated
 
 
 class PendingMin:

@@ -101,14 +101,8 @@ class ShardedTables:
         return [shard.weight for shards in self.shards.values() for shard in shards if not shard.replicated]
 
     def replicated_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the names and parameters of the root that are the same on all ranks: all but the shards.
-
-        Embeddings with max_norm are left out: each rank renorms the rows that it looks up, under any DDP.
-        """
+        """Return the names and parameters of the root that are the same on all ranks: all but the shards."""
         local_only = {id(weight) for weight in self.sharded_parameters()}
-        for module in self._module().modules():
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
-                local_only.add(id(module.weight))
         return [(name, p) for name, p in self._module().named_parameters() if id(p) not in local_only]
 
     def keep_gradients(self, sparse: Mapping[str, bool]) -> None:

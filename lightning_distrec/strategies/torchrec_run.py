@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_distrec import gpu
@@ -56,7 +57,7 @@ class NoTables:
     """In the place of a RunTables: the module has no tables, and trains as under DDP."""
 
     user_step = NOTHING
-    lookups = ()
+    lookups = own_optimizers = ()
 
     def begin_step(self) -> None:
         """Do nothing, nor at the other places in a step."""
@@ -138,6 +139,15 @@ class TorchRecRun(Run):
         # By name: the shards are parameters of torchrec's modules, which are not below the proxies in the tree.
         shards = set(self.shard_names())
         return {name: parameter for name, parameter in super().layers().items() if name not in shards}
+
+    @override
+    def optimizers(self) -> list[Optimizer]:
+        return [*super().optimizers(), *self.tables.own_optimizers]
+
+    @override
+    def unsharded(self) -> dict[str, nn.Parameter]:
+        # Replicated tables are no layers.
+        return dict(self.tables.shards.replicated_parameters()) if isinstance(self.tables, RunTables) else self.layers()
 
     def shard_tables(
         self, strategy: DDPStrategy, settings: TableSettings, nodes: NodeLayout, shards_dense: bool

@@ -81,6 +81,6 @@ def _report(reader: int, *batches: str) -> dict[str, object]:
     ids=["one batch alike", "a pipeline", "no tensors", "all", "pairs"],
 )
 def test_ranks_with_equal_batches_are_named_unless_they_are_one_reader(reports: list, begin: str) -> None:
-    text = describe_same_data(reports)
+    text = describe_same_data(reports, is_iterable=True)
     assert text.startswith(begin)
     assert bool(text) == bool(begin)

@@ -1,27 +1,22 @@
-"""Layers that every rank has whole: broadcasts of their buffers, and a check that their weights stay equal."""
+"""Layers that every rank has whole: broadcasts of their buffers, and what would let copies differ."""
 
-from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_distrec._compat.torch import version_of
 from lightning_distrec.cluster.consensus import RankFlags
-from lightning_distrec.errors import OptimizerError
-from lightning_distrec.ranks import Ranks
+from lightning_distrec.errors import UnsupportedError
 
 TRIAL_STEPS = 8
 """Steps without a write on any rank, after which broadcasts of buffers stop."""
 QUIET_STEPS = 4
 """Steps of these in which nobody looks: comparing waits for a GPU, and a difference stays to be seen."""
-TOLERANCE = 1e-5
-"""Largest difference of a weight's sum, relative to the sum of absolute values; on identical machines it is 0."""
 # One for all steps: it has no state, and making it in each step would cost time on the host.
 _NO_CONTEXT = nullcontext()
 
@@ -153,45 +148,18 @@ class BroadcastSkipper:
         return [(id(buffer), version_of(buffer)) for buffer in self._buffers()]
 
 
-class ReplicaCheck:
-    """Compares replicated weights between ranks after 1, 2, 4, 8 ... steps: what makes them differ goes unnoticed.
+def refuse_local_lookups(module: nn.Module, num_readers: int, num_ranks: int) -> None:
+    """Raise UnsupportedError: lookups change rows, or count ids, on each rank by itself.
 
-    replicated: returns the names and parameters that are replicated.
+    num_readers: ranks with batches of their own. The ranks of a pipeline share theirs, of which each has a part.
     """
-
-    def __init__(self, replicated: Callable[[], Iterable[tuple[str, nn.Parameter]]], ranks: Ranks) -> None:
-        self._replicated = replicated
-        self._ranks = ranks
-        self._steps = 0
-
-    def before_step(self) -> None:
-        """Collective at some steps, alike on all ranks. Raise OptimizerError where weights differ between ranks."""
-        steps, self._steps = self._steps, self._steps + 1
-        # At powers of two: drift shows early, and a long run pays for few exchanges. Alike on all ranks by the count.
-        if self._ranks.num_ranks == 1 or steps == 0 or steps & (steps - 1):
-            return
-        values = {name: p.detach().double() for name, p in self._replicated() if not isinstance(p, DTensor)}
-        local_sums = {name: (float(value.sum()), float(value.abs().sum())) for name, value in values.items()}
-        for rank, remote_sums in enumerate(self._ranks.all_gather(local_sums)):
-            for name, (total, size) in remote_sums.items():
-                local_total = local_sums.get(name, (float("nan"), 0.0))[0]
-                if abs(total - local_total) > TOLERANCE * size:
-                    raise OptimizerError(
-                        f"{self._unused_layers()}'{name}' is no longer the same on all ranks after {steps} steps: its "
-                        f"sum is {local_total:.7g} on rank {self._ranks.rank} and {total:.7g} on rank {rank}. Causes: "
-                        "layers that the loss of a step does not use (set find_unused_parameters=True of the "
-                        "strategy), a norm over this rank's shards (clip with gradient_clip_val or self.clip_gradients)"
-                        ", updates that depend on the rank, or loss.backward() in place of self.manual_backward."
-                    )
-
-    def _unused_layers(self) -> str:
-        """Return what to do about parameters that had no gradient in the step before; "" where all or none had one."""
-        # The gradients are still there: Lightning sets them to None after the next training_step.
-        learning = [(name, p.grad is None) for name, p in self._replicated() if p.requires_grad]
-        unused = [name for name, is_unused in learning if is_unused]
-        if not unused or len(unused) == len(learning):
-            return ""
-        return (
-            f"'{unused[0]}' has no gradient after the step. Where the loss does not use it, DDP averages no gradient "
-            "of its bucket: set find_unused_parameters=True of the strategy, or freeze the layer. Seen by this: "
-        )
+    for path, child in module.named_modules():
+        if not isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        if (child.max_norm is not None and num_readers > 1) or (child.scale_grad_by_freq and num_ranks > 1):
+            raise UnsupportedError(
+                f"'{path}' has max_norm={child.max_norm} and scale_grad_by_freq={child.scale_grad_by_freq}: each rank "
+                "would shorten rows by, and count, the ids of its own part of a batch alone, and copies of the weight "
+                "would not be those of one process. Leave both out, or train in one process. The callback "
+                f"NormalizeRows(['{path}.weight'], max_norm) shortens rows after every batch."
+            )

@@ -66,6 +66,7 @@ class CheckpointHooks(DDPStrategy):
         checkpoints = run.session.checkpoints
         checkpoints.begin(tables)
         if run.is_fitting:
+            run.note_parameters()
             run.undo.enter_context(checkpoints.positions.draws.watch(run.trainer))
             restore_before_fit_starts(run.trainer)
 

@@ -4,7 +4,6 @@ Values of `self.log(sync_dist=True)`, and metrics, are reduced one after the oth
 ranks have logged other names, or in another order, Lightning mixes them, or some ranks wait.
 """
 
-import hashlib
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -12,15 +11,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_distrec._compat.lightning_logging import reduced_values, reorder_reduced_values
 from lightning_distrec._compat.patches import Patches
-from lightning_distrec.batches import RankReports, fingerprint
+from lightning_distrec.batches import fingerprint
 from lightning_distrec.errors import RankError
-from lightning_distrec.ranks import Ranks
+from lightning_distrec.prefetch.loaders import loaders_in, original_loader, peek_obstacle
+from lightning_distrec.ranks import Ranks, number_for
 from lightning_distrec.units import format_ranks
 
 NUM_BATCHES = 2
 """How many first batches are compared: one may be alike by chance."""
-MAX_TRIES = 100
-"""In how many steps rank 0 looks for the other ranks' reports, which it does not wait for."""
 
 
 class LoggedKeys:
@@ -47,9 +45,7 @@ class LoggedKeys:
 
     def _compare(self, values: list[tuple[str, str, bool]]) -> None:
         """values: of each its key, its name, and whether it is reduced in each step."""
-        # The first 7 bytes, so that the number and its negative fit into int64s of the message.
-        digest = hashlib.blake2b(repr(values).encode(), digest_size=7).digest()
-        number = int.from_bytes(digest, "big")
+        number = number_for(values)
         smallest, negated = self._ranks.start_all_reduce_min(number, -number).wait()
         if smallest == -negated:
             return
@@ -70,34 +66,32 @@ class LoggedKeys:
 
 def compare_first_batches(strategy: Any) -> Patches:
     """Compare the ranks' first batches in the first training steps, and leave the step's path after them."""
-    patches, reports = Patches(), RankReports()
+    patches = Patches()
     if strategy.world_size == 1:
         return patches
     digests: list[str] = []
-    tries = 0
     training_step = strategy.training_step
 
     def compare_and_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal tries
-        if len(digests) < NUM_BATCHES:
-            digests.append(fingerprint(batch))
-            if len(digests) == NUM_BATCHES:
-                # Ranks of a pipeline have the same batches on purpose.
-                reports.put({"reader": strategy.distributed_sampler_kwargs["rank"], "batches": digests})
-        elif (all_reports := reports.take() if strategy.global_rank == 0 else []) is not None or tries == MAX_TRIES:
+        digests.append(fingerprint(batch))
+        if len(digests) == NUM_BATCHES:
             patches.close()
-            if text := describe_same_data(all_reports or []):
+            # Ranks of a pipeline have the same batches on purpose.
+            report = {"reader": strategy.distributed_sampler_kwargs["rank"], "batches": digests}
+            loaders = map(original_loader, loaders_in(strategy.module.trainer.train_dataloader))
+            if text := describe_same_data(strategy.exchange(report), any(map(peek_obstacle, loaders))):
                 rank_zero_warn(text)
-        else:
-            tries += 1
         return training_step(batch, *args, **kwargs)
 
     patches.replace(strategy, "training_step", compare_and_step)
     return patches
 
 
-def describe_same_data(reports: list[dict[str, Any]]) -> str:
-    """Return which ranks have read the same batches, and what to do; "" for none."""
+def describe_same_data(reports: list[dict[str, Any]], is_iterable: bool) -> str:
+    """Return which ranks have read the same batches, and what to do; "" for none.
+
+    is_iterable: whether there is a loader without a sampler, which nobody divides among ranks.
+    """
     ranks_by_batches: dict[tuple[str, ...], list[int]] = {}
     for rank, report in enumerate(reports):
         readers = {reports[other]["reader"] for other in ranks_by_batches.setdefault(tuple(report["batches"]), [])}
@@ -107,9 +101,15 @@ def describe_same_data(reports: list[dict[str, Any]]) -> str:
     if not shared:
         return ""
     groups = "; ".join(f"ranks {format_ranks(ranks)}" for ranks in shared)
+    cause = (
+        "Nobody divides an IterableDataset among ranks: let it skip what is not this rank's, by "
+        "torch.distributed.get_rank() and get_world_size()."
+        if is_iterable
+        else "Either their samplers draw the same items: leave Trainer(use_distributed_sampler) true, or divide them. "
+        "Or items are made of random numbers, which are the same on all ranks after one seed: draw them in __getitem__ "
+        "by a torch.Generator that is seeded with the item's index."
+    )
     return (
-        f"{groups} read the same data: their first {NUM_BATCHES} batches are equal. Nobody divides an IterableDataset "
-        "among ranks: let it skip what is not this rank's, by torch.distributed.get_rank() and get_world_size(). A "
-        "dataset with a length is divided, unless Trainer(use_distributed_sampler=False). The callback DataReport "
+        f"{groups} read the same data: their first {NUM_BATCHES} batches are equal. {cause} The callback DataReport "
         "shows what each rank reads."
     )

@@ -8,6 +8,8 @@ from functools import cached_property
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lightning_distrec._compat.lightning import mark_stop
 from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
@@ -24,6 +26,7 @@ from lightning_distrec.strategies.data_parallel.replicated_layers import (
     ReplicatedLayers,
 )
 from lightning_distrec.strategies.run.rank_comparisons import LoggedKeys
+from lightning_distrec.strategies.run.replicated_state import ReplicatedState
 from lightning_distrec.strategies.run.stopping import StopHandler
 
 
@@ -110,6 +113,27 @@ class Run:
         """What compares the names of logged values over the ranks."""
         return LoggedKeys(self.trainer, self.session.consensus)
 
+    @cached_property
+    def replicated_state(self) -> ReplicatedState:
+        """What compares param groups and replicated weights over the ranks."""
+        return ReplicatedState(self)
+
+    def note_parameters(self) -> None:
+        """Note the parameters that are trained by all ranks together: after set-up, and after each wrapping in DDP."""
+        self.replicated_state.trained.update(map(id, self.module.parameters()))
+
+    def before_step(self) -> None:
+        """Collective at some steps. Begin a training step, and raise on every rank what has gone apart or failed."""
+        self.session.checkpoints.before_step()
+        self.buffers.before_step()
+        self.logged_keys.before_step()
+        self.replicated_state.before_step()
+
+    def before_epoch_ends(self) -> None:
+        """Collective. Raise RankError or OptimizerError where ranks have logged, or trained, apart."""
+        self.logged_keys.before_epoch_ends()
+        self.replicated_state.compare_numbers()
+
     def complete(self, loss: Tensor, model: nn.Module) -> Tensor:
         """Return a loss whose backward makes all exchanges of this rank. Raises UnsupportedError: it cannot."""
         if self.session.consensus.num_ranks == 1:
@@ -124,6 +148,25 @@ class Run:
     def layers(self) -> dict[str, nn.Parameter]:
         """Return the parameters without tables that this rank has, by name."""
         return dict(self.module.named_parameters())
+
+    def optimizers(self) -> list[Optimizer]:
+        """Return the optimizers of the fit."""
+        return self.trainer.optimizers
+
+    def replicas(self) -> dict[str, Tensor]:
+        """Return the weights that other ranks have too, by name; of DTensors this rank's shard of a replica."""
+        weights: dict[str, Tensor] = {}
+        for name, parameter in self.unsharded().items():
+            if not isinstance(parameter, DTensor):
+                weights[name] = parameter
+            elif parameter.device_mesh.ndim > 1:
+                shard = parameter.device_mesh.get_local_rank("shard")
+                weights[f"{name} (shard {shard})"] = parameter.to_local()
+        return weights
+
+    def unsharded(self) -> dict[str, nn.Parameter]:
+        """Return the parameters, by name, that are no tables' shards."""
+        return self.layers()
 
     @contextmanager
     def evaluation_step(self) -> Iterator[None]:

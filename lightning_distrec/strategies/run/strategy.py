@@ -9,6 +9,7 @@ import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
@@ -33,6 +34,7 @@ from lightning_distrec.prefetch.even_batches import UnevenInputs, choose_repeats
 from lightning_distrec.strategies.checkpoints.checkpoint_io import refuse_checkpoint_io
 from lightning_distrec.strategies.checkpoints.resuming import FIT_NUMBERS, JobFit, Resuming, run_name
 from lightning_distrec.strategies.data_parallel.gradient_exchange import name_option
+from lightning_distrec.strategies.data_parallel.replicated_layers import refuse_local_lookups
 from lightning_distrec.strategies.run.checkpoint_hooks import CheckpointHooks, full_value
 from lightning_distrec.strategies.run.launched_ranks import (
     check_trainer,
@@ -229,6 +231,8 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         session, module = self.session, trainer.lightning_module
         refuse_other_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
         refuse_shards_of_torchrec(module)
+        if trainer.state.fn == TrainerFn.FITTING:
+            refuse_local_lookups(module, self.distributed_sampler_kwargs["num_replicas"], self.world_size)
         refuse_checkpoint_io(self._checkpoint_options, self.checkpoint_io)
         job = self.resuming.job if self.resuming else JobFit(".", "")
         session.checkpoints.start_run(module, job)
@@ -240,7 +244,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         run.undo.enter_context(compare_first_batches(self) if run.is_fitting else join_predictions(trainer, self))
         run.undo.enter_context(call_overridden_hooks(trainer))
         run.undo.enter_context(log_at_less_python(trainer))
-        run.undo.enter_context(before_values_are_reduced(trainer, run.logged_keys.before_epoch_ends))
+        run.undo.enter_context(before_values_are_reduced(trainer, run.before_epoch_ends))
         run.undo.enter_context(run.gradient_hooks)
         return run
 
@@ -253,14 +257,13 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         return session.checkpoints.positions.keep(loader) if trainer.training else loader
 
     def before_training_step(self) -> AnyRun:
-        """Begin every training step. Raises CheckpointError on every rank: a write in the background has failed."""
+        """Begin every training step. Raises as Run.before_step."""
         run = self.run
-        run.session.checkpoints.before_step()
-        run.buffers.before_step()
-        run.logged_keys.before_step()
+        run.before_step()
         # Making DDP is collective: the user's code unfreezes on all ranks alike, or none could train.
         if any(parameter.requires_grad for parameter in run.frozen):
             self.configure_ddp()  # DDP ignores what was frozen for good: each rank would train weights of its own
+            run.note_parameters()
         return run
 
     @override

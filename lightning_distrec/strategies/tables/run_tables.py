@@ -34,7 +34,6 @@ from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.sharding.weights.shard_access import without_guard, without_guards
 from lightning_distrec.strategies.data_parallel.losses import LossWeight
-from lightning_distrec.strategies.data_parallel.replicated_layers import ReplicaCheck
 from lightning_distrec.strategies.tables.replicas import AveragedRows, ExchangedGradients, Replicas
 from lightning_distrec.strategies.tables.summed_lookups import SummedLookups
 
@@ -96,7 +95,6 @@ class RunTables:
     updates: dict[str, TableUpdate]
     learning_rates: LearningRates
     loss_weight: LossWeight
-    replicas: ReplicaCheck
     groups: Replicas | None = None
     """Keeps the replicas of the tables equal in a fit, where groups of ranks have one each."""
     automatic: bool = True
@@ -272,7 +270,6 @@ class RunTables:
         self.learning_rates.check()
         if self.in_backward is not None:
             self.in_backward.check()
-        self.replicas.before_step()
         self._refuse_late_hooks()
         if not self._has_begun:
             self._refuse_late_changes()

@@ -48,7 +48,6 @@ from lightning_distrec.sharding.sharded_tables import ShardedTables, refuse_fore
 from lightning_distrec.sharding.sharders import ShardingByTable
 from lightning_distrec.sharding.tables import Table, find_tables
 from lightning_distrec.strategies.data_parallel.losses import LossWeight
-from lightning_distrec.strategies.data_parallel.replicated_layers import ReplicaCheck
 from lightning_distrec.strategies.tables.cluster_facts import check_start_memory, find_facts
 from lightning_distrec.strategies.tables.decisions import (
     Decisions,
@@ -284,7 +283,6 @@ def _look_up(
 ) -> RunTables:
     """Give the proxies their lookups."""
     settings, consensus = inputs.settings, inputs.consensus
-    replicas = ReplicaCheck(shards.replicated_parameters, consensus)
     weight = LossWeight(settings.loss_reduction, consensus, rank_zero_info)
     run_tables = RunTables(
         shards=shards,
@@ -292,7 +290,6 @@ def _look_up(
         updates=updates,
         learning_rates=LearningRates(updates),
         loss_weight=weight,
-        replicas=replicas,
         automatic=inputs.module.automatic_optimization,
     )
     shards.state.ranks = consensus

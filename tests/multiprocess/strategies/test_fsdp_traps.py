@@ -301,18 +301,6 @@ class Averages(Small):
         return loss
 
 
-class Shortened(Recording):
-    """A table that cuts rows to a norm as they are looked up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.EmbeddingBag(4, 6, max_norm=0.1)
-        self.out = nn.Linear(6, 1)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.out(self.table((inputs > 0).long() + 2 * (inputs.abs() > 1).long()))
-
-
 class Penalized(Small):
     """Learns from a gradient of its output."""
 
@@ -369,7 +357,6 @@ def _in(options: dict[str, Any]) -> Callable[[], Any]:
 
 REFUSED: dict[str, Callable[[], None]] = {
     "a step has written to 'slow.weight' while it was gathered": _under(Averages, _in(ROOT)),
-    "a step has written to 'table.weight' while it was gathered": _under(Shortened, _in(BLOCKS)),
     "backward ran twice .gradients of gradients.": _under(Penalized, _in(BLOCKS)),
     "parameters outside of blocks: 'fine' .float64., .* are of several types": _under(TwoTypes, _in(ROOT)),
     "'net.weight' has no shape before the first forward .a lazy module.": _under(Lazy, _in(ROOT)),
