@@ -39,6 +39,7 @@ from lightning_distrec.sharding.shard_tables import TableSharding, detach_rows, 
 from lightning_distrec.sharding.sharded_tables import ShardedTables, refuse_foreign_shards, sharded_tables_of
 from lightning_distrec.sharding.sharders import ShardingByTable
 from lightning_distrec.sharding.tables import Table, find_tables
+from lightning_distrec.sharding.weights.shard_access import without_guards
 from lightning_distrec.strategies.data_parallel.losses import LossWeight
 from lightning_distrec.strategies.data_parallel.replicated_layers import ReplicaCheck
 from lightning_distrec.strategies.tables.cluster_facts import check_start_memory, find_facts
@@ -138,6 +139,7 @@ def _refuse_to_replicate(inputs: SetUpInputs, selection: SelectedTables, earlier
             )
 
 
+@without_guards
 def _check_same_tables(inputs: SetUpInputs, tables: list[Table]) -> bool:
     """Collective. Raise ShardingError where ranks have different tables; return whether any rank counts ids."""
     shapes = [(t.full_name, t.config.num_embeddings, t.config.embedding_dim, t.config.feature_names) for t in tables]
@@ -305,7 +307,7 @@ def _look_up(
             compare = weight.add_ids if only_rows and learning else None
         # Tables whose gradients are kept, and whose rows are all on other ranks.
         trained = [table for table in tables if not updates[table.full_name].in_backward]
-        rowless = {t.name: t.full_name for t in trained if not shards.shards[t.full_name][0].weight.numel()}
+        rowless = {t.name: t.full_name for t in trained if not shards.shards[t.full_name][0].values.numel()}
         lookup = ShardedLookup(
             LookupSetup(
                 sharded=sharded,
