@@ -76,6 +76,8 @@ def set_up_tables(inputs: SetUpInputs) -> RunTables | None:
         counts_ids = _check_same_tables(inputs, decisions.tables)
         for warning in decisions.warnings:
             rank_zero_warn(warning)
+            if not decisions.tables:  # in the log, too: many scripts hide all warnings
+                rank_zero_info(warning)
         if not decisions.tables:
             return None
         _ = inputs.output_dtype  # raises before anything is sharded; alike on all ranks
