@@ -120,9 +120,9 @@ def guard(table: GuardedTable, places: list[tuple[int, int]]) -> None:
 
 
 def is_elementwise_optimizer(optimizer: Any) -> bool:
-    """Whether an optimizer is of torch or torchrec, whose classes were tried over shards."""
+    """Whether an optimizer's step is torch's or torchrec's, which were tried over shards."""
     # Others are user code: a norm of theirs (SAM, LAMB) is over all ranks, and what is inexact on shards is refused.
-    return type(optimizer).__module__.startswith(("torch.", "torchrec."))
+    return type(optimizer).step.__module__.startswith(("torch.", "torchrec."))
 
 
 def guard_state(optimizer: Optimizer) -> None:
