@@ -89,7 +89,7 @@ def turn_into_difference(
     ids = {name: [changed.ids_of(shard) for shard in shards[name]] for name in names}
     local_places = {
         name: [
-            ShardPlace(shard.row, shard.column, *shard.values.shape, len(changed_ids))
+            ShardPlace(shard.row, shard.column, len(shard.values), shard.values.shape[1], len(changed_ids))
             for shard, changed_ids in zip(shards[name], ids[name], strict=True)
         ]
         for name in names
