@@ -12,6 +12,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_distrec._compat.patches import Patches
+from lightning_distrec._compat.torch import without_torch_function
 
 Note = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
 
@@ -79,11 +80,12 @@ class _Watch(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._check is not None:
-            self._check(func, args, kwargs or {})
-        output = func(*args, **(kwargs or {}))
-        self._note(func, args, kwargs or {}, output)
-        return output
+        with without_torch_function():  # it comes before dispatch
+            if self._check is not None:
+                self._check(func, args, kwargs or {})
+            output = func(*args, **(kwargs or {}))
+            self._note(func, args, kwargs or {}, output)
+            return output
 
 
 def watch_sends(on_send: Callable[[Tensor, int, str], None]) -> Patches:

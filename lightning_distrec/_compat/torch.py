@@ -20,6 +20,7 @@ from torch.nn.parallel.distributed import _DDPSink
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._pytree import register_pytree_node
+from torch.utils.hooks import RemovableHandle
 
 from lightning_distrec._compat.patches import Patches
 
@@ -341,6 +342,14 @@ def _watched_collective(
 
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 """A context in which subclasses of Tensor are plain tensors. Source: torch/csrc/utils/disable_torch_function.cpp."""
+
+
+def register_first_step_post_hook(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> RemovableHandle:
+    """Call `hook` after each step, before the hooks that are registered so far. Source: torch/optim/optimizer.py."""
+    handle = optimizer.register_step_post_hook(hook)
+    hooks: Any = optimizer._optimizer_step_post_hooks
+    hooks.move_to_end(handle.id, last=False)
+    return handle
 
 
 def use_foreach_for(kind: type[torch.Tensor]) -> None:

@@ -18,7 +18,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipeline
 from torchrec.modules.hash_mc_evictions import HashZchEvictionPolicyName
 
 from lightning_distrec._compat.patches import Patches
-from lightning_distrec._compat.torch import profiler_runs
+from lightning_distrec._compat.torch import profiler_runs, without_torch_function
 
 UNTOUCHED_BYTES = 2**20
 
@@ -56,7 +56,8 @@ def free_weights(collection: Any) -> None:
 def note_device(collection: Any) -> None:
     """Let a collection that was built on meta, and has rows by now, know where they are."""
     # Its `reset_parameters` would do nothing. Source: torchrec/modules/embedding_modules.py.
-    collection._device = next(collection.parameters()).device
+    with without_torch_function():
+        collection._device = next(collection.parameters()).device
 
 
 def wrapped_optimizer(wrapper: Any) -> Any:

@@ -10,6 +10,7 @@ from torch import nn, optim
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from lightning_distrec._compat.torch import without_torch_function
 from lightning_distrec.errors import OptimizerError
 
 
@@ -204,7 +205,8 @@ def _fresh_state(
     accepted = inspect.signature(kind).parameters
     options = {k: v for k, v in {**optimizer.defaults, **group}.items() if k in accepted and k != "params"}
     try:
-        return dict(kind(parameters, **options).state)
+        with without_torch_function():
+            return dict(kind(parameters, **options).state)
     except TypeError as error:
         raise OptimizerError(
             f"{kind.__module__}.{kind.__qualname__} cannot be made for a part of a table from its own param_groups: "

@@ -108,10 +108,8 @@ def _plain(original: Any, conversion: Conversion | None) -> Any:
         options["_weight"] = torch.empty(shape, dtype=options["dtype"], device=META)
         original(*bound.args, **bound.kwargs)
         name = f"{type(self).__name__}({shape[0]}, {shape[1]})"
-        record = record_writes(self.weight, nn.init.normal_, name)
-        record.in_constructor = True
+        record_writes(self.weight, nn.init.normal_, name)
         self.reset_parameters()
-        record.in_constructor = False
 
     return init
 

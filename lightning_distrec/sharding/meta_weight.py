@@ -36,7 +36,7 @@ from lightning_distrec.errors import ShardingError
 from lightning_distrec.host_memory import free_bytes
 from lightning_distrec.sharding.weight_writes import Draw, NeedsRows, Place, Record, Write
 from lightning_distrec.sharding.weights.shard_access import without_guard
-from lightning_distrec.sharding.weights.shard_weight import DESCRIBES, SHAPES, VALUES, is_called_by_us
+from lightning_distrec.sharding.weights.shard_weight import DESCRIBES, SHAPES, VALUES
 from lightning_distrec.units import format_bytes
 
 NEED_ROWS = frozenset({
@@ -59,14 +59,12 @@ def _guarded(_: type, func: Callable[..., Any], types: Any, args: Any = (), kwar
         name = attribute if name == "__get__" else "data =" if attribute == "data" else "setting another"
     reads = name in VALUES - {"grad"} if is_attribute else name not in (DESCRIBES | SHAPES) - NEED_ROWS - {"new_tensor"}
     weights = [tensor for tensor in _tensors_in([args, kwargs]) if isinstance(tensor, (MetaWeight, MetaValues))]
-    is_constructing = any(weight.record.in_constructor for weight in weights)
-    # The frame gets no name here: it would keep itself alive, with the views that are its arguments.
-    is_ours = not is_constructing and is_called_by_us(inspect.currentframe())
-    if is_attribute and name in ("device", "is_meta") and not is_ours:
+    if is_attribute and name in ("device", "is_meta"):
+        # The frame gets no name here: it would keep itself alive, with the views that are its arguments.
         return _described(name, args[0], _caller(inspect.currentframe()))
     if name == "grad_fn" and isinstance(args[0], MetaValues):
         return args[0].node()
-    if not reads or is_ours:
+    if not reads:
         with without_guard():
             return func(*args, **kwargs)
     if over := next((weight.record for weight in weights if weight.record.is_over), None):

@@ -18,6 +18,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from lightning_distrec._compat.torch import share_hooks
+from lightning_distrec._compat.torchrec_modules import note_device
 from lightning_distrec.chunks import refuse_module, refuse_pickling
 from lightning_distrec.errors import IdsError, ShardedWeightError, ShardingError
 from lightning_distrec.sharding.calls import FEATURE, bags_call, rows_call
@@ -201,6 +202,14 @@ class _GuardedWeight(nn.Module):
         """Do nothing: the proxy around it loads its weight."""
 
 
+class _ShardedBags(_GuardedWeight, nn.EmbeddingBag):
+    """One table of an EmbeddingBagCollection, for what looks for embeddings and draws their weights."""
+
+
+class _ShardedRows(_GuardedWeight, nn.Embedding):
+    """One table of an EmbeddingCollection."""
+
+
 class ShardedBagCollection(ShardedProxy, EmbeddingBagCollection):
     """Called as EmbeddingBagCollection; the bags come from the ranks that hold their rows."""
 
@@ -308,14 +317,7 @@ def make_proxy(
     path: where `original` is in the LightningModule. weights: by their names in the state_dict of `original`.
     load: loads one table, by its name in the state_dict of `sharded`; returns what is wrong, or "".
     """
-    kind = _kind_of(type(original))
-    # Not by the constructor of its class, which would build a table. Attributes are copied past nn.Module's
-    # __setattr__, since the user's own may be anything; nn.Module's registries (parameters, children) are not.
-    proxy = kind.__new__(kind)
-    nn.Module.__init__(proxy)
-    registries = set(vars(proxy))
-    proxy.__dict__.update({name: value for name, value in vars(original).items() if name not in registries})
-    proxy.training = original.training
+    proxy: Any = _with_attributes(_kind_of(type(original)), original)
     share_hooks(original, proxy)
     # Only the bound method of torchrec's module is kept: the module itself would become a child, and its parameters
     # would be found by optimizers and DDP.
@@ -325,16 +327,32 @@ def make_proxy(
     if isinstance(proxy, _PlainProxy):
         proxy.weight_dtype = original.weight.dtype  # type: ignore[assignment, union-attr]
     for key, weight in weights.items():
-        _register(proxy, key, weight)
-    return proxy
+        _register(proxy, original, key, weight)
+    if not isinstance(proxy, _PlainProxy):
+        note_device(proxy)
+    return proxy  # type: ignore[no-any-return]
 
 
-def _register(module: nn.Module, key: str, weight: ProxyWeight) -> None:
+def _with_attributes(kind: type[nn.Module], original: nn.Module) -> nn.Module:
+    """Return a module of a class with the attributes of `original`, without its parameters and children."""
+    # Not by the constructor of its class, which would build a table. Attributes are copied past nn.Module's
+    # __setattr__, since the user's own may be anything; nn.Module's registries (parameters, children) are not.
+    module = kind.__new__(kind)
+    nn.Module.__init__(module)
+    registries = set(vars(module))
+    module.__dict__.update({name: value for name, value in vars(original).items() if name not in registries})
+    module.training = original.training
+    return module
+
+
+def _register(module: nn.Module, original: nn.Module, key: str, weight: ProxyWeight) -> None:
     # The same path of modules as unsharded, so that names in state_dicts and param groups stay.
     *path, name = key.split(".")  # "weight", or "embedding_bags.<table>.weight"
     for depth, child in enumerate(path):
+        original = original.get_submodule(child)
+        kind = _ShardedBags if isinstance(original, nn.EmbeddingBag) else _ShardedRows
         if child not in dict(module.named_children()):
-            module.add_module(child, nn.ModuleDict() if depth == 0 else _GuardedWeight())
+            module.add_module(child, nn.ModuleDict() if depth == 0 else _with_attributes(kind, original))
         module = module.get_submodule(child)
     if isinstance(module, _GuardedWeight):
         module.table = weight.table

@@ -109,7 +109,8 @@ class LocalShard:
     table: str
     """The table's name in its collection."""
     weight: nn.Parameter
-    """(num_rows, num_columns), a leaf that shares the kernel's memory; empty where this rank has no rows."""
+    """(num_rows, num_columns), a leaf that shares the kernel's memory; empty where this rank has no rows. Guarded from
+    set-up on, for modules and optimizers hold it."""
     row: int = 0
     column: int = 0
     sparse: bool = True
@@ -122,6 +123,11 @@ class LocalShard:
     """How many different rows the gradient has that a lookup has just left here; None: there was one before."""
     on_reset: list[Callable[[torch.Tensor], Any]] = field(default_factory=list)
     """Called with the numbers of rows, counted from the first, that begin again because other ids have them now."""
+    values: Tensor = field(init=False, repr=False)
+    """What `weight` holds, as a plain tensor without a graph."""
+
+    def __post_init__(self) -> None:
+        self.values = self.weight.detach()
 
 
 def local_shards_of(kernel: Any) -> list[LocalShard]:
@@ -143,7 +149,7 @@ def give_gradients(kernel: Any, shards: list[LocalShard], are_kept: Callable[[],
     mode = kernel.pooling_mode
     layout = _Layout(tables, dims, mode != PoolingMode.NONE, mode == PoolingMode.MEAN, are_kept)
     is_ascending = tables == sorted(tables)
-    sorter = RowSorter(tables, [len(shard.weight) for shard in shards]) if is_ascending else None
+    sorter = RowSorter(tables, [len(shard.values) for shard in shards]) if is_ascending else None
     marked: list[Any] = []
 
     def looked_up(_: nn.Module, __: Any, arguments: dict[str, Any], output: Tensor) -> Tensor | None:
@@ -169,6 +175,7 @@ def give_gradients(kernel: Any, shards: list[LocalShard], are_kept: Callable[[],
     return kernel.register_forward_hook(looked_up, with_kwargs=True)
 
 
+@without_guards
 def _mark_summed(shard: LocalShard, weight: Tensor) -> None:
     """Let nobody sum by row again. Two lookups of one backward leave more rows than each: they are not marked."""
     if shard.num_summed is not None and weight.grad is not None:

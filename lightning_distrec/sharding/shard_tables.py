@@ -61,7 +61,7 @@ from lightning_distrec.sharding.sharders import QuantizedComms, ShardingByTable,
 from lightning_distrec.sharding.sharding_groups import ShardingGroups
 from lightning_distrec.sharding.tables import Table, managed_module
 from lightning_distrec.sharding.weights.collective_reads import Gathering
-from lightning_distrec.sharding.weights.shard_access import GuardedTable, rewriting, watch_caches
+from lightning_distrec.sharding.weights.shard_access import GuardedTable, rewriting, watch_caches, without_guards
 from lightning_distrec.sharding.weights.shard_weight import guard
 
 FusedArguments = Mapping[str, tuple[dict[str, Any], str]]
@@ -124,6 +124,7 @@ def shard_tables(sharding: TableSharding) -> ShardedTables:
     return result
 
 
+@without_guards
 def detach_rows(tables: list[Table], rank: int) -> dict[str, list[TableShard]]:
     """Move the unsharded tables to meta; return where rows are: rank 0's win, as under DDP, and others free theirs."""
     rows = {}
@@ -213,6 +214,7 @@ def _guard(result: ShardedTables, table: Table, shards: list[TableShard], is_gat
     for shard in shards:
         if shard.num_rows:
             rectangles[shard.rank].append(shard.rectangle)
+    rectangles = list(map(sorted, rectangles))
     guarded = GuardedTable(
         name=table.full_name,
         shape=shape,
@@ -220,7 +222,8 @@ def _guard(result: ShardedTables, table: Table, shards: list[TableShard], is_gat
         # Of the shards of all ranks, so that all allow or refuse the same operations.
         has_single_shards=max(Counter(shard.rank for shard in shards).values()) == 1,
         state=result.state,
-        gathering=Gathering(shape, list(map(sorted, rectangles)), result.state) if is_gathered else None,
+        rectangles=rectangles,
+        gathering=Gathering(shape, rectangles, result.state) if is_gathered else None,
     )
     guard(guarded, [(shard.row, shard.column) for shard in local])
 

@@ -139,8 +139,6 @@ class Record:
     """All of them, once they are needed at once."""
     is_over: bool = False
     """Whether the weight is being sharded, so that no write could be repeated any more."""
-    in_constructor: bool = False
-    """Whether the module's own code writes now, though we have called it."""
 
     def fill(self, values: Tensor, start: int, **generator: Any) -> None:
         """Give the rows from `start` their values. values: (rows, dim), contiguous; generator: torch's if none."""

@@ -190,7 +190,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        # The user's code must see guarded shards again, however the step before has ended.
+        # The user's code must see guarded shards again, also where an update before has raised.
         plain_shards.close()
         run = self.before_training_step()
         run.tables.before_training_step()
@@ -238,11 +238,6 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         run.tables.before_backward()
         run.prefetching.before_backward()
         super().pre_backward(closure_loss)
-
-    @override
-    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        with plain_shards:
-            return super().optimizer_step(optimizer, *args, **kwargs)
 
     @override
     def put_weights_back(self, full: dict[str, Tensor]) -> None:

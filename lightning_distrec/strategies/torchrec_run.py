@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_distrec import gpu
 from lightning_distrec._compat.gloo import receive_first
-from lightning_distrec._compat.lightning import call_after_closure, move_optimizers_to_device, wrapped_optimizers
+from lightning_distrec._compat.lightning import move_optimizers_to_device, wrapped_optimizers
 from lightning_distrec._compat.torch import broadcast_module_states, ignore_in_ddp, leave_optimizers_in_backward
 from lightning_distrec._compat.torchrec_modules import replace_train_pipelines, skip_idle_record_functions
 from lightning_distrec.errors import ConfigError, UnsupportedError
@@ -30,8 +30,7 @@ from lightning_distrec.prefetch.step_calls import LookupCounts
 from lightning_distrec.sharding.shard_tables import unshard_mappings
 from lightning_distrec.sharding.sharded_tables import has_unused_shards, sharded_tables_of
 from lightning_distrec.sharding.sharding_groups import NodeLayout, make_groups
-from lightning_distrec.sharding.weights.shard_access import plain_shards, without_guard
-from lightning_distrec.sharding.weights.shard_weight import is_elementwise_optimizer
+from lightning_distrec.sharding.weights.shard_access import without_guards
 from lightning_distrec.strategies.data_parallel.gradient_exchange import refuse_debug_detail
 from lightning_distrec.strategies.data_parallel.losses import UnreachedLoss, reaches_a_parameter
 from lightning_distrec.strategies.data_parallel.replicated_layers import BroadcastSkipper, NoBroadcasts
@@ -226,8 +225,6 @@ class TorchRecRun(Run):
             self.undo.enter_context(clip_over_all_ranks(plugin, shards, fused, table_optimizers, replicas))
             # An overflow on one rank skips the step on all, or replicas of dense layers drift apart.
             self.undo.callback(skip_overflows_on_all_ranks(plugin, strategy.optimizers, table_optimizers))
-            if all(map(is_elementwise_optimizer, tables.all_optimizers)):
-                self.undo.enter_context(call_after_closure(plugin, lambda: plain_shards.enter_context(without_guard())))
             adapt_callbacks(self.trainer, module, strategy.lightning_module_state_dict)
         elif fsdp is None:
             broadcast_module_states(module, self.shard_names())
@@ -285,6 +282,7 @@ def dense_options(dense: str, fsdp: FSDPOptions | dict[str, Any] | None) -> FSDP
     return as_options("fsdp", FSDPOptions, fsdp) if dense == "fsdp" else None
 
 
+@without_guards
 def holds_shards(module: nn.Module | None) -> bool:
     """Return whether a module holds tables' shards, or tables on the meta device, neither of which can move."""
     return module is not None and (

@@ -556,6 +556,17 @@ def test_norms_and_products_of_many_tensors_are_those_of_each() -> None:
     assert all(torch.equal(*pair) for pair in zip(tensors, expected, strict=True))
 
 
+def test_a_first_step_post_hook_is_called_before_those_that_are_there() -> None:
+    calls: list[str] = []
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    optimizer.register_step_post_hook(lambda *_: calls.append("user's"))
+    handle = _torch.register_first_step_post_hook(optimizer, lambda *_: calls.append("first"))
+    optimizer.step()
+    handle.remove()
+    optimizer.step()
+    assert calls == ["first", "user's", "user's"]
+
+
 def test_without_torch_function_subclasses_are_plain_tensors() -> None:
     seen: list[Any] = []
 

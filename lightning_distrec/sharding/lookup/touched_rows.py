@@ -60,7 +60,7 @@ class TouchedRows:
 class _KernelRows:
     def __init__(self, kernel: Any, shards: list[LocalShard]) -> None:
         self._shards = shards
-        self._firsts = [0, *accumulate(len(shard.weight) for shard in shards)]
+        self._firsts = [0, *accumulate(len(shard.values) for shard in shards)]
         device = shards[0].weight.device
         self.flags = torch.zeros(self._firsts[-1], dtype=torch.bool, device=device)
         # A kernel on a GPU writes all flags of a step at once.

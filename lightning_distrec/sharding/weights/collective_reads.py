@@ -17,6 +17,7 @@ from lightning_distrec.sharding.weights.shard_access import (
     SharedState,
     rewriting,
     without_guard,
+    without_guards,
     write_back,
 )
 from lightning_distrec.sharding.weights.shard_operations import first_of, is_guarded, is_in_place, mean_gradient
@@ -211,6 +212,7 @@ class _SumOfSquares(torch.autograd.Function):
     """Returns the sum of squares over the shards of all ranks; gradients are those of this rank's."""
 
     @staticmethod
+    @without_guards
     def forward(ctx: Any, table: GuardedTable, *weights: Tensor) -> Tensor:
         ctx.table = table
         write_back()
@@ -223,6 +225,7 @@ class _SumOfSquares(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_guards
     def backward(ctx: Any, gradient: Tensor) -> Any:
         factor = 2.0 * mean_gradient(gradient, ctx.table.state)
         weights: tuple[Tensor, ...] = ctx.saved_tensors

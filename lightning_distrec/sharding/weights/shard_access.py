@@ -24,7 +24,7 @@ without_guard = without_torch_function
 """A context in which shards are plain tensors; each operation on them then costs a microsecond less."""
 
 plain_shards = ExitStack()
-"""Holds `without_guard` while an optimizer updates. Its closure calls the user's step, which closes it."""
+"""Holds `without_guard` while an optimizer of torch's updates, after its closure has called the user's step."""
 
 WAYS = {
     "weight": (
@@ -105,6 +105,8 @@ class GuardedTable:
     has_single_shards: bool
     """Whether no rank has more than one shard."""
     state: SharedState = field(repr=False)
+    rectangles: list[list[tuple[int, int, int, int]]] = field(repr=False)
+    """Rank -> first row, first column, number of rows and of columns of each of its shards with rows, in order."""
     gathering: Any = field(default=None, repr=False)
     """Gathers the full weight where it is read; None: reading it raises."""
 
@@ -128,6 +130,12 @@ class ShardPlace:
         """Differs between shards."""
         return self.table.name, self.row, self.column
 
+    def lies_like(self, other: "ShardPlace") -> bool:
+        """Whether a place in this table or in another one has the same rows, on every rank."""
+        if (self.row, self.column) != (other.row, other.column):
+            return False
+        return self.table is other.table or self.table.rectangles == other.table.rectangles
+
     @property
     def stands_for_table(self) -> bool:
         """Whether this is the first shard of the table on this rank."""
@@ -142,6 +150,19 @@ class ShardPlace:
     def narrow(self, full: Tensor) -> Tensor:
         """Return the shard's rectangle of a full table, as a view."""
         return full[self.row : self.row + self.num_rows, self.column : self.column + self.num_columns]
+
+    def refuse_unlike(self, other: "ShardPlace") -> None:
+        """Raise ShardedWeightError where values of another table lie elsewhere; the same on every rank."""
+        if self.lies_like(other):
+            return
+        names = self.table.name, other.table.name
+        if self.table.shape != other.table.shape or names[0] == names[1]:
+            raise self.refusal(f"an operation with '{names[1]}'")
+        ways = ", ".join(f"'{name}': {{'sharding_types': ['row_wise']}}" for name in names)
+        raise ShardedWeightError(
+            f"an operation combines the sharded tables '{names[0]}' and '{names[1]}' element by element, and their "
+            f"rows are on different ranks. Set tables={{{ways}}}: rows of tables with one shape lie alike then."
+        )
 
     def note_write(self) -> None:
         """Note that user code writes into these values."""

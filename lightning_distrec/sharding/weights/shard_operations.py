@@ -202,7 +202,7 @@ FUNCTIONS = words("""
     gt half bfloat16 double isfinite isinf isnan le lerp log log1p log2 log10 logical_and logical_not logical_or
     logical_xor lt maximum minimum mul multiply nan_to_num ne neg negative ones_like pow positive reciprocal relu
     remainder round rsqrt sgn sigmoid sign sqrt square sub subtract tanh to true_divide trunc type_as where zero
-    zeros_like empty_like cpu cuda coalesce masked_fill softplus hardtanh threshold
+    zeros_like empty_like cpu cuda coalesce masked_fill softplus hardtanh threshold view_as
 """)
 OPERATORS = words("""
     abs add and div eq floordiv ge gt invert le lt mod mul ne neg or pos pow radd rdiv rmod rmul rpow rsub rtruediv sub
@@ -254,8 +254,7 @@ def _local(value: Tensor, place: ShardPlace) -> Tensor:
     """Return the part at `place` of a tensor that fits the table; one of one element as it is."""
     if is_guarded(value):
         shard: Any = value
-        if shard.place.key != place.key:
-            raise place.refusal(f"an operation with '{shard.place.table.name}'")
+        place.refuse_unlike(shard.place)
         return value
     if place.table.state.in_step:
         refuse_unequal(value, place)

@@ -1,17 +1,17 @@
 """The parameters that a module shows of a sharded table: this rank's shard, guarded against being taken for the table.
 
+Who holds the object decides, not who calls: modules and optimizers hold guarded weights, our rooms the plain shards
+(`LocalShard.values`), and what of theirs needs values of a guarded weight says so: `without_guard`.
+
 User code sees the table's shape. Elementwise operations (averages, clamps, decay) are exact on shards and run on them
 (shard_operations.py). Sums, norms and extremes run over all ranks. Random draws, also in torch.nn.init,
 run for the full table on every rank, which keeps its shard: rows of ranks differ, and generators have drawn what they
 draw in one process. What a step computes of a table with gathered_weight=True is computed of the full table, as in one
-process (collective_reads.py). Everything else that needs values is refused, naming the table. Optimizers, torchrec and
-our own code work on the shards as they are.
+process (collective_reads.py). Everything else that needs values is refused, naming the table.
 """
 
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from types import FrameType
 from typing import Any
 
 import torch
@@ -45,17 +45,15 @@ from lightning_distrec.sharding.weights.shard_operations import (
 from lightning_distrec.units import format_bytes
 
 INIT = "torch.nn.init"
-LIBRARY_PACKAGES = ("lightning_distrec.", "torchrec.", "fbgemm_gpu.")
-OWN_OF_TORCH = ("torch.optim", "torch.amp", "torch.cuda.amp", "torch.distributed", "torch.nn.parallel", "torch._dynamo")
 VALUES = frozenset({"data", "grad", "T", "mT", "H", "mH", "real", "imag", "data =", "grad ="})
 """Attributes with values; the others describe a tensor."""
 SHAPES = frozenset({"shape", "ndim", "size", "dim", "ndimension", "numel", "nelement", "nbytes", "__len__"})
 
 
 DESCRIBES = words("""
-    __hash__ __repr__ __format__ stride storage_offset is_contiguous is_floating_point is_complex element_size data_ptr
-    untyped_storage get_device requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook type
-    share_memory_ __deepcopy__ new_tensor is_pinned _has_compatible_shallow_copy_type backward
+    __hash__ __repr__ __format__ stride storage_offset is_contiguous is_floating_point is_complex element_size
+    is_inference untyped_storage get_device requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook
+    type share_memory_ __deepcopy__ new_tensor is_pinned _has_compatible_shallow_copy_type backward
 """)
 """Methods that read no values, or that copy and print all that this rank has."""
 DRAWS = words("normal_ uniform_ random_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_")
@@ -77,9 +75,8 @@ def _guarded(_: type, func: Callable[..., Any], types: Any, args: Any = (), kwar
         is_attribute = True
         attribute = func.__self__.__name__  # type: ignore[attr-defined]
         name = attribute if name == "__get__" else f"{attribute} =" if attribute in ("data", "grad") else "setting"
-    # By the code that calls: a read of the shard is right in an optimizer, and wrong in the user's step.
-    reads_values = name in VALUES | SHAPES if is_attribute else name not in DESCRIBES or _copies_memory(name)
-    if not reads_values or is_called_by_us(inspect.currentframe()):
+    reads_values = name in VALUES | SHAPES if is_attribute else name not in DESCRIBES
+    if not reads_values:
         with without_guard():
             return func(*args, **kwargs)
     if name in SHAPES:
@@ -92,16 +89,6 @@ def _guarded(_: type, func: Callable[..., Any], types: Any, args: Any = (), kwar
             return _in_user_code(func, name, args, kwargs)
     write_back()
     return _in_user_code(func, name, args, kwargs)
-
-
-def _copies_memory(name: str) -> bool:
-    """Whether safetensors asks where a tensor lies, to write as many bytes from there as the table has."""
-    if name != "data_ptr":
-        return False
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__") in (__name__, "torch._tensor"):
-        frame = frame.f_back
-    return frame is not None and str(frame.f_globals.get("__name__", "")).startswith("safetensors")
 
 
 class ShardValues(Tensor):
@@ -132,24 +119,10 @@ def guard(table: GuardedTable, places: list[tuple[int, int]]) -> None:
         weight.place = ShardPlace(table, row, column, rows, columns)
 
 
-def is_called_by_us(frame: FrameType | None) -> bool:
-    """Whether our code asks, torchrec's or an optimizer's, and not user code."""
-    frame = None if frame is None else frame.f_back
-    while frame is not None:
-        module: str = frame.f_globals.get("__name__", "")
-        if module.startswith("torch."):
-            if module.startswith(OWN_OF_TORCH):
-                return True
-            frame = frame.f_back  # torch's Python around an operator
-            continue
-        return module.startswith(LIBRARY_PACKAGES) or _is_in_optimizer(frame)
-    return True
-
-
 def is_elementwise_optimizer(optimizer: Any) -> bool:
-    """Whether an optimizer is of torch or torchrec, whose classes were tried over shards."""
+    """Whether an optimizer's step is torch's or torchrec's, which were tried over shards."""
     # Others are user code: a norm of theirs (SAM, LAMB) is over all ranks, and what is inexact on shards is refused.
-    return type(optimizer).__module__.startswith(("torch.", "torchrec."))
+    return type(optimizer).step.__module__.startswith(("torch.", "torchrec."))
 
 
 def guard_state(optimizer: Optimizer) -> None:
@@ -161,15 +134,6 @@ def guard_state(optimizer: Optimizer) -> None:
             if isinstance(parameter, ShardWeight):
                 values = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == parameter.shape}
                 state.update(_wrap(values, parameter.place, is_computed=True))
-
-
-def _is_in_optimizer(frame: FrameType | None) -> bool:
-    # Up to the Trainer: a step that an optimizer's closure calls is user code again, and Lightning lies in between.
-    while frame is not None and not frame.f_globals.get("__name__", "").startswith("lightning"):
-        if isinstance(frame.f_locals.get("self"), Optimizer):
-            return is_elementwise_optimizer(frame.f_locals["self"])
-        frame = frame.f_back
-    return False
 
 
 def _attribute(func: Callable[..., Any], name: str, args: Any) -> Any:
@@ -206,9 +170,9 @@ def _assign(shard: Any, name: str, value: Any = None) -> None:
 
 def _part(value: Any, place: ShardPlace, name: str) -> Tensor:
     if hasattr(value, "place"):
-        if value.place.key == place.key:
-            return value  # type: ignore[no-any-return]
-    elif value.shape == place.table.shape:
+        place.refuse_unlike(value.place)
+        return value  # type: ignore[no-any-return]
+    if value.shape == place.table.shape:
         return place.narrow(value).clone()
     raise place.refusal(f"{name} a tensor of shape {tuple(value.shape)}")
 
@@ -245,7 +209,7 @@ def _in_user_code(func: Callable[..., Any], name: str, args: Any, kwargs: dict[s
         return reduce_over_ranks(name, args, kwargs)
     if is_elementwise(name, args) and not _takes_full(name, args, kwargs, place):
         return _on_elements(func, name, args, kwargs, place)
-    if name == "__setitem__" and place.table.gathering is None:
+    if name == "__setitem__" and is_guarded(args[0]) and place.table.gathering is None:
         _note_write(place)
         with without_guard():
             return write_rows(*args)
@@ -256,9 +220,9 @@ def _on_elements(func: Callable[..., Any], name: str, args: Any, kwargs: dict[st
     if name.startswith("_foreach_") and len(args[0]) > 1:  # of several tables, and of layers among them
         return _on_lists(func, name, args, kwargs)
     if is_in_place(name):
-        _note_write(place)
         if not is_guarded(first_of(args)):
             raise place.refusal(f"{name} into a tensor that is none of its shards")
+        _note_write(place)
     with without_guard():
         if name in ALIASES and first_of(args).is_sparse:
             return args[0]

@@ -85,11 +85,11 @@ def turn_into_difference(
     tables = changed.tables
     tensors = [t for t in find_table_tensors(checkpoint, tables) if t.path in in_base and t.table not in in_full]
     names = {tensor.table for tensor in tensors}
-    shards = {name: [s for s in tables.shards.shards[name] if s.weight.numel()] for name in names}
+    shards = {name: [s for s in tables.shards.shards[name] if s.values.numel()] for name in names}
     ids = {name: [changed.ids_of(shard) for shard in shards[name]] for name in names}
     local_places = {
         name: [
-            ShardPlace(shard.row, shard.column, shard.weight.shape[0], shard.weight.shape[1], len(changed_ids))
+            ShardPlace(shard.row, shard.column, len(shard.values), shard.values.shape[1], len(changed_ids))
             for shard, changed_ids in zip(shards[name], ids[name], strict=True)
         ]
         for name in names

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from lightning_distrec.checkpoint.lazy_tensors import as_lazy
 from lightning_distrec.chunks import Chunk, ChunkedTensor
 from lightning_distrec.errors import CheckpointError
+from lightning_distrec.sharding.weights.shard_access import without_guards
 
 if TYPE_CHECKING:  # they load torchrec, which modules without tables have no use for
     from lightning_distrec.optimizers.translation import TableUpdate
@@ -57,13 +58,14 @@ class SavedTable(NamedTuple):
         """What updates the table."""
         return self.tables.updates[self.table.full_name]
 
+    @without_guards
     def describe_state(self, optimizer: Optimizer) -> dict[str, tuple[str, Any]] | None:
         """Return key -> how its value lies along the table, and its type or value; None if this rank has no rows."""
-        shard = next((shard for shard in self.shards if shard.weight.numel()), None)
+        shard = next((shard for shard in self.shards if shard.values.numel()), None)
         if shard is None:
             return None
         described = {}
-        rows, columns = shard.weight.shape
+        rows, columns = shard.values.shape
         kinds = {(rows, columns): "elements", (rows, 1): "columns of 1", (rows,): "rows"}
         for key, value in optimizer.state.get(shard.weight, {}).items():
             if not isinstance(value, Tensor) or value.dim() == 0:
@@ -78,6 +80,7 @@ class SavedTable(NamedTuple):
                 )
         return described
 
+    @without_guards
     def collect_value(self, key: str, description: tuple[str, Any], optimizer: Optimizer) -> Any:
         """Return a value of torch's state for the full table. description: see `describe_state`, the same on ranks."""
         kind, value = description
@@ -85,10 +88,10 @@ class SavedTable(NamedTuple):
             return value
         num_rows, dim = self.table.config.num_embeddings, self.table.config.embedding_dim
         shape = {"elements": (num_rows, dim), "columns of 1": (num_rows, 1), "rows": (num_rows,)}[kind]
-        tensors = [(s, optimizer.state[s.weight][key]) for s in self.shards if s.weight.numel()]
+        tensors = [(s, optimizer.state[s.weight][key].detach()) for s in self.shards if s.values.numel()]
         # Every rank has all of it: a plain tensor, whose rows are divided among ranks for writing.
         if self.shards[0].replicated:
-            return tensors[0][1].detach()
+            return tensors[0][1]
         is_first = self.tables.shards.groups.is_first
         chunks = [Chunk(_offsets(shard, len(shape), kind), tensor) for shard, tensor in tensors if is_first]
         return ChunkedTensor(shape, value, chunks)
@@ -98,7 +101,7 @@ class SavedTable(NamedTuple):
         state: dict[str, Any] = {}
         config, memory = self.table.config, self.tables.shards.fused_state()
         # Replicas of a table, in other groups of ranks, are equal: the first group's are saved.
-        shards = [s for s in self.shards if s.weight.numel() and self.tables.shards.groups.is_first]
+        shards = [s for s in self.shards if s.values.numel() and self.tables.shards.groups.is_first]
         for i, (key, per_row) in enumerate(self.update.state_keys):
             chunks = [Chunk((s.row, 0 if per_row else s.column), _as_columns(memory[id(s)][i])) for s in shards]
             columns = 1 if per_row else config.embedding_dim
@@ -119,7 +122,7 @@ class SavedTable(NamedTuple):
                     f"table '{name}': the saved optimizer state has no '{key}', only {sorted(values)}."
                 )
             kind = self._layout(self.table.key, key, lazy.shape)
-            if shard.weight.numel():
+            if shard.values.numel():
                 tensor, num_dims = memory[id(shard)][i], len(lazy.shape)
                 # torch's optimizers save one number per row without a second dimension, FBGEMM's state has it: both
                 # load.
@@ -128,6 +131,7 @@ class SavedTable(NamedTuple):
         if keys and "step" in values:
             self.tables.set_fused_steps(self.table.full_name, round(float(values["step"])))
 
+    @without_guards
     def read_local(
         self, name: str, parameter: nn.Parameter, values: Mapping[str, Any], optimizer: Optimizer
     ) -> dict[str, Any]:
@@ -141,7 +145,7 @@ class SavedTable(NamedTuple):
                 local[key] = lazy.read().clone() if lazy is not None else value  # each shard counts its own steps
                 continue
             kind = self._layout(name, key, lazy.shape)
-            rows, columns = shard.weight.shape
+            rows, columns = shard.values.shape
             shape = {"elements": (rows, columns), "columns of 1": (rows, 1), "rows": (rows,)}[kind]
             start = old_state.get(key)
             # Rows that the saved table had not keep the state with which the optimizer begins.

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_distrec._compat.lightning import AVERAGE, PRUNED
 from lightning_distrec.errors import UnsupportedError
-from lightning_distrec.sharding.weights.shard_access import rewriting, write_back
+from lightning_distrec.sharding.weights.shard_access import rewriting, without_guards, write_back
 
 FullState = Callable[[], dict[str, Any]]
 """Collective. Returns the module's state_dict, with full tables on rank 0."""
@@ -53,6 +53,7 @@ class WeightCopies(nn.Module):
     values, with full tables on rank 0: collective, and it uses the module's own memory for a moment.
     """
 
+    @without_guards
     def __init__(self, module: nn.Module, full_state: FullState) -> None:
         super().__init__()
         self._source = (module,)  # in a tuple, so that it does not become a child
@@ -104,6 +105,7 @@ class WeightCopies(nn.Module):
             self._exchange()
 
     @torch.no_grad()
+    @without_guards
     def _exchange(self) -> None:
         # Exchanged and not copied: the module's state_dict then has the averages, and a second exchange undoes it.
         trained = [*self._source[0].parameters(), *self._source[0].buffers()]

@@ -21,6 +21,7 @@ from lightning_distrec.errors import UnsupportedError
 from lightning_distrec.optimizers.clipping import clip_by_norm, clip_by_value
 from lightning_distrec.optimizers.step_hooks import collect_parameters
 from lightning_distrec.optimizers.updates_in_backward import refuse_clip
+from lightning_distrec.sharding.weights.shard_access import without_guard, without_guards
 
 OUTPUT_DTYPES: dict[str, torch.dtype | None] = {
     "32-true": None,
@@ -49,7 +50,7 @@ class _JointScaler(ShardedGradScaler):
 
     @override
     def unscale_(self, optimizer: Optimizer) -> None:
-        with _joint_gradients(optimizer, self.joint_optimizers):
+        with without_guard(), _joint_gradients(optimizer, self.joint_optimizers):
             super().unscale_(optimizer)
 
 
@@ -83,8 +84,12 @@ def skip_overflows_on_all_ranks(
     Raises UnsupportedError: a scaler or an optimizer looks at the gradients of its own rank only.
     """
     scaler = getattr(plugin, "scaler", None)
-    if scaler is None or isinstance(scaler, ShardedGradScaler):
+    if scaler is None:
         return lambda: None
+    if isinstance(scaler, ShardedGradScaler):
+        patches = Patches()
+        patches.replace(scaler, "unscale_", without_guards(scaler.unscale_))
+        return patches.close
     if type(scaler) not in (torch.amp.GradScaler, torch.cuda.amp.GradScaler):
         raise UnsupportedError(
             f"the loss scaler {type(scaler).__name__} looks for overflows on its own rank only. Use "
@@ -134,15 +139,18 @@ def clip_over_all_ranks(
         refuse_clip(clip_val, [fused[id(parameter)] for parameter in parameters if id(parameter) in fused])
         return parameters
 
+    @without_guards
     def clip_norm(optimizer: Any, clip_val: float) -> None:
         parameters = parameters_to_clip(optimizer, clip_val)
         # None: no rank has parameters of its own, so that no all-reduce is made for them.
         sharded = None if shards is None else {id(shard) for shard in shards()}
         clip_by_norm(parameters, sharded, float(clip_val), num_replicas)
 
+    @without_guards
     def clip_values(optimizer: Any, clip_val: float) -> None:
         clip_by_value(parameters_to_clip(optimizer, clip_val), float(clip_val))
 
+    @without_guards
     def refuse_shards(gradients: list[torch.Tensor]) -> None:
         clipped = {id(gradient) for gradient in gradients}
         shard_gradients = [shard.grad for shard in (shards() if shards else []) if shard.grad is not None]

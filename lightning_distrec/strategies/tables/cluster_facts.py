@@ -26,6 +26,7 @@ from lightning_distrec.sharding.planning.topology import (
 )
 from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.sharding.tables import Table
+from lightning_distrec.sharding.weights.shard_access import without_guards
 from lightning_distrec.strategies.estimates.module_sizes import dense_bytes
 from lightning_distrec.strategies.tables.decisions import Decisions
 from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs
@@ -143,6 +144,7 @@ LARGE_PART = 8
 """Part of a node's memory above which full tables of all of its ranks are a warning."""
 
 
+@without_guards
 def check_start_memory(inputs: SetUpInputs, tables: list[Table], plan: ShardingPlan) -> None:
     """Collective. Raise InfeasiblePlanError on every rank: a node, process or GPU lacks memory for its shards.
 

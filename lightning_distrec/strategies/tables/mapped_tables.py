@@ -22,6 +22,7 @@ from lightning_distrec.sharding.row_gradients import LocalShard
 from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.sharding.tables import MAPS_IDS, Table
+from lightning_distrec.sharding.weights.shard_access import without_guards
 
 
 def with_dynamic_ids(table: Table, options: TableOptions) -> Table:
@@ -59,6 +60,7 @@ def refuse_shared_features(tables: list[Table]) -> None:
                 )
 
 
+@without_guards
 def _resize(table: Table, rows: int) -> None:
     """Give an unsharded table this number of rows. They repeat its own, which keeps the user's init."""
     old_weight = table.parameter
@@ -174,6 +176,7 @@ def mapping_counts(mappings: Mapping[str, RowsOfIds], ranks: Ranks) -> dict[str,
     }
 
 
+@without_guards
 def _states(shards: ShardedTables, shard: LocalShard, update: TableUpdate) -> list[tuple[Tensor, float]]:
     """Return what optimizers keep for each row of a shard, with the value that it starts from."""
     if update.in_backward:
@@ -182,9 +185,9 @@ def _states(shards: ShardedTables, shard: LocalShard, update: TableUpdate) -> li
         return []
     state: dict[str, Any] = update.param_group.optimizer.state.get(shard.weight, {})
     start = float(update.param_group.group.get("initial_accumulator_value", 0.0))
-    rows = len(shard.weight)
+    rows = len(shard.values)
     return [
-        (value, start if key == "sum" else 0.0)
+        (value.detach(), start if key == "sum" else 0.0)
         for key, value in state.items()
         if isinstance(value, Tensor) and value.dim() and len(value) == rows
     ]

@@ -52,7 +52,7 @@ class ExchangedGradients(Replicas):
     """Averages the gradients of rows over the groups after each backward, as DDP does those of other layers."""
 
     def __init__(self, tables: ShardedTables) -> None:
-        self._weights = [shard.weight for shards in tables.shards.values() for shard in shards if shard.weight.numel()]
+        self._weights = [shard.weight for shards in tables.shards.values() for shard in shards if shard.values.numel()]
         self._group = tables.groups.replicas
         self._waits = False
 
@@ -130,7 +130,7 @@ class AveragedRows(Replicas):
             (name, shard)
             for name, table_shards in self._tables.shards.items()
             for shard in table_shards
-            if shard.weight.numel() and (self._updates[name].kind != "frozen" or name in self._unfrozen)
+            if shard.values.numel() and (self._updates[name].kind != "frozen" or name in self._unfrozen)
         ]
         # On ranks without shards too: which state exists is agreed on by all ranks.
         state = self._state([(i, shard) for i, (_, shard) in enumerate(shards)])
@@ -138,7 +138,7 @@ class AveragedRows(Replicas):
             # All replicas of this rank's shards have the same ones, so none of them waits in the collectives below.
             return  # and no replica of this rank has any
         are_by_rows = [self._updates[name].in_backward or shard.sparse for name, shard in shards]
-        firsts = torch.tensor([0, *(len(shard.weight) for _, shard in shards)]).cumsum(0)
+        firsts = torch.tensor([0, *(len(shard.values) for _, shard in shards)]).cumsum(0)
         device = shards[0][1].weight.device
         touched = [
             self._touched.ids_of(shard).to(device) + int(first)
@@ -196,7 +196,7 @@ def _widths(shard: LocalShard, state: Mapping[str, Any]) -> list[tuple[str, int]
     """Return key -> columns of the state of one shard: 0 for one number per row, -1 for one number in all."""
     widths = []
     for key, value in state.items():
-        along = isinstance(value, Tensor) and value.dim() and len(value) == len(shard.weight)
+        along = isinstance(value, Tensor) and value.dim() and len(value) == len(shard.values)
         if along:
             widths.append((key, value.shape[1] if value.dim() > 1 else 0))
         elif isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):

@@ -12,13 +12,18 @@ from torch.optim import Optimizer
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_distrec._compat.fbgemm import set_fbgemm_iterations
-from lightning_distrec._compat.torch import have_gradient_hooks, in_backward_optimizers
+from lightning_distrec._compat.torch import (
+    have_gradient_hooks,
+    in_backward_optimizers,
+    register_first_step_post_hook,
+)
 from lightning_distrec.errors import OptimizerError
 from lightning_distrec.optimizers.param_groups import find_param_group
 from lightning_distrec.optimizers.step_hooks import (
     AddedTables,
     before_zero_grad,
     collect_parameters,
+    register_update_pre_hook,
     step_with,
     zero_with,
 )
@@ -32,7 +37,8 @@ from lightning_distrec.sharding.planning.report_page import write_page, write_pi
 from lightning_distrec.sharding.planning.report_pictures import can_draw, draw_plan
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.sharded_tables import ShardedTables
-from lightning_distrec.sharding.weights.shard_access import without_guard, without_guards
+from lightning_distrec.sharding.weights.shard_access import plain_shards, without_guard, without_guards
+from lightning_distrec.sharding.weights.shard_weight import is_elementwise_optimizer
 from lightning_distrec.strategies.data_parallel.losses import LossWeight
 from lightning_distrec.strategies.tables.replicas import AveragedRows, ExchangedGradients, Replicas
 from lightning_distrec.strategies.tables.summed_lookups import SummedLookups
@@ -168,6 +174,12 @@ class RunTables:
         for number, optimizer in enumerate([*members, *table_optimizers]):
             stepped = partial(self.after_optimizer_step, number)
             self.undo.callback(optimizer.register_step_post_hook(stepped).remove)
+            if is_elementwise_optimizer(optimizer):
+                # Hooks around its update are the user's code, and see guarded weights.
+                begin = register_update_pre_hook(optimizer, lambda: plain_shards.enter_context(without_guard()))
+                end = register_first_step_post_hook(optimizer, lambda *_: plain_shards.close())
+                for undo in (begin.remove, end.remove, plain_shards.close):
+                    self.undo.callback(undo)
 
         fused = self.shards.fused_tables
         groups = {name: group for name in fused if (group := self.updates[name].param_group) is not None}
@@ -209,7 +221,7 @@ class RunTables:
 
         optimizers: the user's. wrappers: Lightning's around them, whose zero_grad is another.
         """
-        for optimizer in optimizers:
+        for optimizer in [*optimizers, *wrappers, *self.table_optimizers]:
             optimizer.zero_grad = self._zero_grad(optimizer)  # type: ignore[method-assign]
             self.undo.callback(optimizer.__dict__.pop, "zero_grad", None)
         if (watch := self._manual_watch) is not None:

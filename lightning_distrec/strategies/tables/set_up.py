@@ -47,6 +47,7 @@ from lightning_distrec.sharding.shard_tables import TableSharding, detach_rows, 
 from lightning_distrec.sharding.sharded_tables import ShardedTables, refuse_foreign_shards, sharded_tables_of
 from lightning_distrec.sharding.sharders import ShardingByTable
 from lightning_distrec.sharding.tables import Table, find_tables
+from lightning_distrec.sharding.weights.shard_access import without_guards
 from lightning_distrec.strategies.data_parallel.losses import LossWeight
 from lightning_distrec.strategies.tables.cluster_facts import check_start_memory, find_facts
 from lightning_distrec.strategies.tables.decisions import (
@@ -82,6 +83,8 @@ def set_up_tables(inputs: SetUpInputs) -> RunTables | None:
         counts_ids = _check_same_tables(inputs, decisions.tables)
         for warning in decisions.warnings:
             rank_zero_warn(warning)
+            if not decisions.tables:  # in the log, too: many scripts hide all warnings
+                rank_zero_info(warning)
         if not decisions.tables:
             return None
         _ = inputs.output_dtype  # raises before anything is sharded; alike on all ranks
@@ -146,6 +149,7 @@ def _refuse_to_replicate(inputs: SetUpInputs, selection: SelectedTables, earlier
             )
 
 
+@without_guards
 def _check_same_tables(inputs: SetUpInputs, tables: list[Table]) -> bool:
     """Collective. Raise ShardingError where ranks have different tables; return whether any rank counts ids."""
     shapes = [(t.full_name, t.config.num_embeddings, t.config.embedding_dim, t.config.feature_names) for t in tables]
@@ -317,7 +321,7 @@ def _look_up(
         if compare is not None and isinstance(tables[0].plain, nn.Embedding):
             # The ids of an nn.Embedding may have any shape: their number is not the number of examples.
             compare = weight.add_ids if only_rows and learning else None
-        rowless = {t.name: t.full_name for t in tables if not shards.shards[t.full_name][0].weight.numel()}
+        rowless = {t.name: t.full_name for t in tables if not shards.shards[t.full_name][0].values.numel()}
         lookup = ShardedLookup(
             LookupSetup(
                 sharded=sharded,

@@ -31,13 +31,17 @@ def weight_reads(root: nn.Module) -> dict[int, str]:
     for module in root.modules():
         for kind in type(module).__mro__:
             # Their code reads weights by the way (reset_parameters, extra_repr), and knows how to.
-            if kind.__module__.split(".")[0] in ("torch", "torchrec", "lightning", "builtins", "lightning_distrec"):
+            if _is_of_library(kind):
                 continue
             for method, chain in _find_reads(kind):
                 for read in _resolve(module, chain):
                     if isinstance(read, (nn.Embedding, nn.EmbeddingBag)):
                         reads.setdefault(id(read), f"{kind.__name__}.{method}")
     return reads
+
+
+def _is_of_library(member: Any) -> bool:
+    return member.__module__.split(".")[0] in ("torch", "torchrec", "lightning", "builtins", "lightning_distrec")
 
 
 @cache
@@ -49,24 +53,38 @@ def _find_reads(kind: type) -> list[tuple[str, tuple[str, ...]]]:
         function = inspect.unwrap(method) if callable(method) else None
         if name in BEFORE_SHARDING or "init" in name or not inspect.isfunction(function):
             continue
-        try:
-            # By source, since a trial run would have side effects, and reads behind a branch would be missed.
-            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-        except (OSError, TypeError, SyntaxError, IndentationError):  # made at run time
-            reads += [(name, chain) for chain in _chains_in_code(function)]
-            continue
-        parents = {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
-        variables = _variables(tree)
-        for node in ast.walk(tree):
-            chain = _chain(node, variables)
-            if chain and chain[-1] == "weight" and not _is_harmless(node, parents):
-                reads.append((name, chain[:-1]))
+        code = function.__code__
+        arguments = code.co_varnames[1 : code.co_argcount]
+        reads += [(name, chain) for chain in _chains_in(function, dict.fromkeys(arguments, ("",)))]
     return reads
 
 
-def _variables(tree: ast.AST) -> dict[str, tuple[str, ...]]:
-    """Return the local variables that are children of `self`: `table = self.items`, `for table in self.all`."""
-    variables: dict[str, tuple[str, ...]] = {"self": ()}
+def _chains_in(
+    function: Any, arguments: dict[str, tuple[str, ...]], callers: tuple[Any, ...] = ()
+) -> list[tuple[str, ...]]:
+    """Return the chains before each read of `.weight` in a function, and in functions of its module that it calls."""
+    try:
+        # By source, since a trial run would have side effects, and reads behind a branch would be missed.
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError, IndentationError):  # made at run time
+        return _chains_in_code(function)
+    parents = {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
+    variables, chains = _variables(tree, arguments), []
+    for node in ast.walk(tree):
+        chain = _chain(node, variables)
+        if chain and chain[-1] == "weight" and not _is_harmless(node, parents):
+            chains.append(chain[:-1])
+        helper = function.__globals__.get(node.id) if isinstance(node, ast.Name) else None
+        if inspect.isfunction(helper) and helper not in callers and not _is_of_library(helper):
+            chains += _chains_in(helper, {}, (*callers, helper))
+    return chains
+
+
+def _variables(tree: ast.AST, variables: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Return the local variables that are children of a module: `table = self.items`, `for table in self.all`.
+
+    Other names may stand for the module itself, as `self` does. variables: those that do not.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             if chain := _chain(node.value, variables):
@@ -103,7 +121,7 @@ def _chain(node: ast.AST, variables: Mapping[str, tuple[str, ...]]) -> tuple[str
         else:
             names.append(str(node.slice.value) if isinstance(node.slice, ast.Constant) else ANY)
         node = node.value
-    return (*variables[node.id], *reversed(names)) if isinstance(node, ast.Name) and node.id in variables else ()
+    return (*variables.get(node.id, ()), *reversed(names)) if isinstance(node, ast.Name) else ()
 
 
 def _is_harmless(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:

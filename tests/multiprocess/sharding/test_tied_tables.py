@@ -99,7 +99,7 @@ def test_tables_whose_weight_is_read_stay_on_every_rank_unless_they_are_gathered
     # Where it is the only table, nothing is sharded, and no line denies that there is one.
     texts, sharded, state = run_on_warm_ranks(_left_whole, 2, {"convert_embeddings": "all", "tables": POSITIONS})[0]
     assert sharded == []
-    assert [text for text in texts if text.startswith(message)]
+    assert sum(text.startswith(message) for text in texts) == 2  # a warning, which many scripts hide, and a log line
     assert "torchrec_sharded: no embedding table is sharded; the module trains as under plain DDP." in texts
     assert not any("has no embedding tables" in text for text in texts)
     assert too_far(state, expected, 1e-5) == {}

@@ -53,7 +53,9 @@ class CachedKernel:
 def kernel() -> Any:
     made = CachedKernel()
     weights = [made.weight]
-    table = GuardedTable(name="table", shape=(4, 2), weights=weights, has_single_shards=True, state=SharedState())
+    table = GuardedTable(
+        name="table", shape=(4, 2), weights=weights, has_single_shards=True, state=SharedState(), rectangles=[]
+    )
     guard(table, [(0, 0)])
     shard_access.watch_caches([made, CachedKernel.__new__(CachedKernel)])
     made.train(0)

@@ -54,7 +54,35 @@ class Aliased(Features):
         return total + sum(table.weight.T.sum() for table in self.named.values())
 
 
-def _reads(model: Features) -> dict[str, str]:
+def scores(rows: Tensor, model: nn.Module) -> Tensor:
+    """Read a weight outside of the class."""
+    return rows @ model.helped.weight.T
+
+
+class Renamed(nn.Module):
+    """Reads weights by other names than `self`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.named, self.helped, self.nested, self.by_lambda, self.unread = (nn.Embedding(9, 8) for _ in range(5))
+
+    def forward(s, ids: Tensor) -> Tensor:  # noqa: N805
+        return s.unread(ids) @ s.named.weight.T
+
+    def by_functions(self, ids: Tensor) -> Tensor:
+        model = self
+
+        def read(part: Any) -> Tensor:
+            return part.nested.weight.T
+
+        transposed = lambda model: model.by_lambda.weight.T  # noqa: E731
+        return scores(self.unread(ids), self) @ read(model) + transposed(self)
+
+    def of_batch(self, unread: Any, batch: Any) -> Tensor:
+        return batch.unread.weight * batch.weight
+
+
+def _reads(model: nn.Module) -> dict[str, str]:
     actual = weight_reads(model)
     return {name: actual[id(child)] for name, child in model.named_modules() if id(child) in actual}
 
@@ -70,6 +98,11 @@ def test_weights_that_are_read_through_variables_are_found() -> None:
     reads = _reads(Aliased())
     assert reads["looked_up"] == "Aliased.by_variables"
     assert reads["named.item"] == "Aliased.by_variables"
+
+
+def test_weights_that_are_read_under_other_names_and_in_functions_are_found() -> None:
+    expected = {"named": "Renamed.forward", **dict.fromkeys(["helped", "nested", "by_lambda"], "Renamed.by_functions")}
+    assert _reads(Renamed()) == expected
 
 
 def test_weights_that_are_read_by_code_without_source_are_found() -> None:

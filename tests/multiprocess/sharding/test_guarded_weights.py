@@ -1,0 +1,217 @@
+"""Whoever holds the weight of a sharded table sees the table, whatever the module whose code reads it is called."""
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+
+from lightning_distrec.errors import ShardedWeightError
+from tests.support.click_model import seeded
+from tests.support.embedding_models import TwoTower, loader, pairs, too_far, whole_state
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
+from tests.support.trainers import make_trainer
+
+Result = dict[str, Any]
+
+
+def _fit(model: pl.LightningModule, steps: int = 2, **strategy: Any) -> pl.Trainer:
+    rank, _ = rank_and_num_ranks()
+    # By name: where its source reads the weight, a table that is not named stays on every rank.
+    names = [name for name, child in model.named_children() if isinstance(child, (nn.Embedding, nn.EmbeddingBag))]
+    trainer = make_trainer({"convert_embeddings": names, "sharding_types": ["row_wise"]} | strategy)
+    trainer.fit(model, loader([pairs(step, rank) for step in range(steps)]))
+    return trainer
+
+
+# -- code with any module's name
+
+NAMES = ("lightning_distrec.callbacks.contributed", "torchrec.extension", "torch.optim.extension", "recipes.job")
+READS = "def read(weight):\n    return len(weight), *weight.shape, weight.numel(), weight.T.shape[1]\n"
+
+
+class Watched(TwoTower):
+    """Its weights are read in a hook, and in hooks around the update, by code that is named as a library's."""
+
+    def __init__(self) -> None:
+        super().__init__(num_items=71)
+        self.seen: list[tuple[str, Any]] = []
+
+    def read(self, *_: Any) -> None:
+        for name in NAMES:
+            names: dict[str, Any] = {"__name__": name}
+            exec(READS, names)  # noqa: S102
+            with pytest.raises(ShardedWeightError, match=r"\(T\)"), torch.no_grad():
+                self.seen.append((name, names["read"](self.item_embedding.weight)))
+            weight = self.get_parameter("item_embedding.weight")
+            exec(READS.replace(", weight.T.shape[1]", ""), names)  # noqa: S102
+            self.seen.append((name, names["read"](weight.detach())))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_pre_hook(self.read)
+        optimizer.register_step_post_hook(self.read)
+        return optimizer
+
+    on_train_batch_end = read
+
+
+def _watched() -> list[tuple[str, Any]]:
+    model = seeded(Watched)
+    _fit(model, steps=1)
+    return model.seen
+
+
+def test_weights_are_whole_for_code_of_any_name_and_in_hooks_of_optimizers() -> None:
+    expected = [(name, (71, 71, 16, 71 * 16)) for name in NAMES] * 3
+    assert run_on_warm_ranks(_watched, 2) == [expected, expected]
+
+
+# -- weights that are drawn again
+
+
+class Collections(pl.LightningModule):
+    """Has tables of all kinds, which a hook draws again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        bags = [
+            EmbeddingBagConfig(name=n, embedding_dim=8, num_embeddings=51, feature_names=[f"f{n}"]) for n in ("a", "b")
+        ]
+        bags[1].init_fn = nn.init.xavier_normal_
+        rows = [EmbeddingConfig(name="c", embedding_dim=8, num_embeddings=40, feature_names=["c"])]
+        self.bags, self.rows = EmbeddingBagCollection(tables=bags), EmbeddingCollection(tables=rows)
+        self.plain, self.pooled = nn.Embedding(33, 8), nn.EmbeddingBag(34, 8, mode="sum")
+        self.scale = nn.Parameter(torch.ones(()))
+        self.drawn: Result = {}
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        ids = batch[0] % 33
+        lengths = torch.ones(2 * len(ids), dtype=torch.long)
+        bags = self.bags(KeyedJaggedTensor(["fa", "fb"], torch.cat([ids, ids]), lengths)).values()
+        rows = self.rows(KeyedJaggedTensor(["c"], ids, lengths[: len(ids)]))["c"].values()
+        others = self.plain(ids) + self.pooled(ids.unsqueeze(1))
+        return self.scale * (bags.mean() + rows.mean() + others.mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    def on_fit_start(self) -> None:
+        torch.manual_seed(3)
+        self.drawn = {name: (draw(self), whole_state(self))[1] for name, draw in DRAWS.items()}
+        self.drawn["device"] = [self.bags.device, self.rows.device]
+
+
+def _drawn_as_bert(module: nn.Module) -> None:
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        nn.init.normal_(module.weight, std=0.02)
+
+
+DRAWS: dict[str, Callable[[Any], Any]] = {
+    "collections": lambda model: (model.bags.reset_parameters(), model.rows.reset_parameters()),
+    "plain": lambda model: (model.plain.reset_parameters(), model.pooled.reset_parameters()),
+    "one table": lambda model: model.bags.embedding_bags["b"].reset_parameters(),
+    "applied": lambda model: model.apply(_drawn_as_bert),
+}
+
+
+def _draw_again() -> Result:
+    model = seeded(Collections)
+    _fit(model, steps=1)
+    return model.drawn
+
+
+def test_tables_that_hooks_draw_again_are_those_of_one_process() -> None:
+    actual = run_on_warm_ranks(_draw_again, 2)
+    model = seeded(Collections)
+    torch.manual_seed(3)
+    for name, draw in DRAWS.items():
+        draw(model)
+        assert too_far(actual[0][name], model.state_dict(), 0.0) == {}, name
+    assert actual[1]["device"] == [torch.device("cpu")] * 2
+
+
+# -- tables that follow others
+
+
+def _mixed(target: Any, online: Any) -> None:
+    target.data = target.data * 0.9 + online.data * 0.1
+
+
+def _multiplied(target: Any, online: Any) -> None:
+    target.mul_(0.9).add_(online, alpha=0.1)
+
+
+def _by_lists(target: Any, online: Any) -> None:
+    torch._foreach_mul_([target], 0.9)
+    torch._foreach_add_([target], [online], alpha=0.1)
+
+
+UPDATES: dict[str, Callable[[Any, Any], Any]] = {
+    "data": _mixed,
+    "in place": _multiplied,
+    "lerp": lambda target, online: target.lerp_(online, 0.1),
+    "lists": _by_lists,
+    "ema": lambda target, online: torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)([target], [online], 1),
+    "copied": lambda target, online: target.data.copy_(target.data - 0.1 * (target.data - online.data)),
+}
+
+
+class Followed(TwoTower):
+    """Its target table follows that of the items, as in BYOL and DQN."""
+
+    def __init__(self, update: str) -> None:
+        super().__init__()
+        self.update = update
+        self.target = copy.deepcopy(self.item_embedding).requires_grad_(False)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        distance = (self.item_embedding(batch[1]) - self.target(batch[1])).square().mean()
+        return super().training_step(batch, batch_idx) + distance
+
+    @torch.no_grad()
+    def on_train_batch_start(self, *_: Any) -> None:
+        UPDATES[self.update](self.target.weight, self.item_embedding.weight)
+
+    def grown(self) -> None:
+        wider = nn.Embedding(100, 16)
+        with torch.no_grad():
+            wider.weight[:70] = self.item_embedding.weight.data
+
+
+def _follow(update: str, strategy: dict[str, Any]) -> Any:
+    model = seeded(Followed, update)
+    try:
+        _fit(model, **strategy)
+    except ShardedWeightError as error:
+        return str(error)
+    with pytest.raises(ShardedWeightError, match=r"read \(__setitem__\).*full_parameter\('item_embedding'\)"):
+        model.grown()
+    return whole_state(model)
+
+
+def test_a_table_follows_another_as_in_one_process_and_tables_that_lie_elsewhere_are_refused() -> None:
+    row_wise = {name: {"sharding_types": ["row_wise"]} for name in ("target", "item_embedding")}
+    calls: dict[str, tuple[Any, ...]] = {update: (_follow, update, {}) for update in UPDATES}
+    calls["apart"] = (_follow, "lerp", {"tables": {"target": {"sharding_types": ["column_wise"]}}})
+    calls["lists apart"] = (_follow, "lists", {"tables": {"target": {"sharding_types": ["table_wise"]}}})
+    calls["way out"] = (_follow, "lerp", {"sharding_types": ["column_wise"], "tables": row_wise})
+    results = run_each_on_ranks(calls, 2)
+    for update in [*UPDATES, "way out"]:
+        model = seeded(Followed, update if update in UPDATES else "lerp")
+        optimizer = model.configure_optimizers()
+        for step in range(2):
+            model.on_train_batch_start()
+            optimizer.zero_grad()
+            torch.stack([model.training_step(pairs(step, rank), 0) for rank in range(2)]).mean().backward()
+            optimizer.step()
+        assert too_far(results[0][update], model.state_dict(), 1e-5) == {}, update
+    for rank_result in results:
+        for case in ("apart", "lists apart"):
+            text = "combines the sharded tables 'target' and 'item_embedding' element by element, .* Set tables="
+            assert re.search(text + re.escape(str(row_wise)), rank_result[case]), rank_result[case]
