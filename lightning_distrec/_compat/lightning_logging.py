@@ -28,7 +28,29 @@ _ACCUMULATED = (torch.float32, torch.float64)
 """Types of values that are added up as they are."""
 
 
-class _Results(_ResultCollection):
+class _WeighedResults(_ResultCollection):
+    """A loop's values, whose means over ranks in a step are of all examples: upstream's are of the ranks' means."""
+
+    def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
+        """As upstream's."""
+        sync = self[key].meta.sync
+        if not self[key].is_tensor or not self[key].meta.is_mean_reduction or not sync.should:
+            super().update_metrics(key, value, batch_size)
+            return
+        reduce = sync._fn
+
+        def mean_of_examples(mean: Tensor) -> Tensor:
+            total, num_examples = reduce(torch.stack([mean, torch.ones_like(mean)]) * batch_size)
+            return total / num_examples
+
+        sync._fn = mean_of_examples
+        try:
+            super().update_metrics(key, value, batch_size)
+        finally:
+            sync._fn = reduce
+
+
+class _Results(_WeighedResults):
     """A training loop's values, with those that were logged before by the arguments of their calls."""
 
     logged_before: dict[Any, tuple[str, _ResultMetric]]
@@ -58,6 +80,16 @@ class _Results(_ResultCollection):
             if meta.prog_bar:
                 metrics["pbar"][step_name] = value.item() if value.numel() == 1 else convert_tensors_to_scalars(value)
         return metrics
+
+
+def weigh_by_examples(trainer: Any) -> Patches:
+    """Let means over ranks in a step count each rank's value by the `batch_size` that it was logged with."""
+    # The means of an epoch are weighed by upstream. Source: _ResultMetric.update in
+    # lightning/pytorch/trainer/connectors/logger_connector/result.py. Can go when Lightning does so.
+    patches, fit = Patches(), trainer.fit_loop.epoch_loop
+    for loop in (fit, fit.val_loop, trainer.validate_loop, trainer.test_loop):
+        patches.replace_class(loop._results, _WeighedResults)
+    return patches
 
 
 def log_at_less_python(trainer: Any) -> Patches:

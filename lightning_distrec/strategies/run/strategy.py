@@ -20,7 +20,11 @@ from lightning_distrec import spans
 from lightning_distrec._compat import hide_upstream_deprecations
 from lightning_distrec._compat.lightning import call_overridden_hooks
 from lightning_distrec._compat.lightning_checkpoints import resume_from
-from lightning_distrec._compat.lightning_logging import before_values_are_reduced, log_at_less_python
+from lightning_distrec._compat.lightning_logging import (
+    before_values_are_reduced,
+    log_at_less_python,
+    weigh_by_examples,
+)
 from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
 from lightning_distrec.cluster.environment import LaunchedRanks, local_world_size, publish_ranks
 from lightning_distrec.cluster.host_resources import THREADS_VARIABLE
@@ -239,6 +243,8 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         run.undo.enter_context(local_world_size(self.num_local_ranks))
         run.undo.enter_context(compare_first_batches(self) if run.is_fitting else join_predictions(trainer, self))
         run.undo.enter_context(call_overridden_hooks(trainer))
+        if session.consensus.num_ranks > 1:
+            run.undo.enter_context(weigh_by_examples(trainer))
         run.undo.enter_context(log_at_less_python(trainer))
         run.undo.enter_context(before_values_are_reduced(trainer, run.logged_keys.before_epoch_ends))
         run.undo.enter_context(run.gradient_hooks)
@@ -302,8 +308,12 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
             return super().optimizer_step(optimizer, *args, **kwargs)
 
     @override
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().reduce(full_value(tensor), *args, **kwargs)
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        tensor = full_value(tensor)
+        # Lightning writes the mean of integers, of batch sizes for one, back to an integer, and so rounds it down.
+        if isinstance(tensor, Tensor) and reduce_op in ("mean", "avg") and not tensor.is_floating_point():
+            tensor = tensor / 1
+        return super().reduce(tensor, group, reduce_op)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
