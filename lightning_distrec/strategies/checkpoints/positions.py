@@ -14,9 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_distrec._compat.lightning_checkpoints import update_plateaus_of_this_epoch
 from lightning_distrec._compat.lightning_data import (
-    begin_loaders_again,
     current_loader_states,
-    keep_states_of_loaders,
     reload_epochs,
     set_reload_epochs,
     watch_dataloader_hooks,
@@ -186,6 +184,8 @@ class Positions:
         self._rank_states: dict[str, RankState] = {}
         self._generators: Mapping[str, Any] | None = None
         """The state of the random generators in the checkpoint that the run resumes from."""
+        self._is_resumed = False
+        """Whether the run resumes, and its training has not begun."""
         self._begins_at_an_end = False
         """Whether that checkpoint was saved after the last batch of an epoch and before its end."""
         self._begins_in_an_epoch = False
@@ -242,7 +242,7 @@ class Positions:
 
     def restore(self, loaded: Loaded, num_accumulated: int = 1) -> None:
         """Let the run continue where the checkpoint was saved. num_accumulated: batches to an optimizer step."""
-        fit_loop = loaded.checkpoint["loops"]["fit_loop"]
+        fit_loop, self._is_resumed = loaded.checkpoint["loops"]["fit_loop"], True
         # Lightning loads "combined_loader"; what this rank alone has saved, below, goes before the shared positions.
         if shared := fit_loop["state_dict"].pop(POSITIONS, []):
             fit_loop["state_dict"]["combined_loader"] = shared
@@ -267,6 +267,11 @@ class Positions:
         self._begins_in_an_epoch = not is_last and is_unfinished and batches["current"]["ready"] > 0
         self._loader_states = list(fit_loop["state_dict"].get("combined_loader", []))
 
+    def begins_late(self) -> bool:
+        """Return whether nothing is drawn before `on_train_start`: only loaders of a position are where they go on."""
+        has_position = self._begins_in_an_epoch and any(is_stateful(loader) for loader in self._loaders)
+        return self._is_resumed and not has_position
+
     def on_train_start(self, trainer: Trainer) -> None:
         """Set the random generators, after all hooks, and Lightning's count of batches to the loaders' positions."""
         self._count_batches(trainer)
@@ -276,11 +281,7 @@ class Positions:
         self._loader_states = []
         if self._generators is not None:
             set_generator_states(self._generators)
-            if not (stateful and self._begins_in_an_epoch):
-                begin_loaders_again(trainer)
-        if stateful:
-            keep_states_of_loaders(trainer)
-        self._generators = None
+        self._generators, self._is_resumed = None, False
         self.draws.begin(trainer)
         if self._begins_at_an_end:
             self._begins_at_an_end = False

@@ -20,6 +20,7 @@ from lightning_distrec import spans
 from lightning_distrec._compat import hide_upstream_deprecations
 from lightning_distrec._compat.lightning import call_overridden_hooks
 from lightning_distrec._compat.lightning_checkpoints import resume_from
+from lightning_distrec._compat.lightning_data import resume_loaders
 from lightning_distrec._compat.lightning_logging import (
     before_values_are_reduced,
     log_at_less_python,
@@ -242,6 +243,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         run.undo.callback(lambda: stopping.undo(run.has_failed))
         run.undo.enter_context(local_world_size(self.num_local_ranks))
         run.undo.enter_context(compare_first_batches(self) if run.is_fitting else join_predictions(trainer, self))
+        run.undo.enter_context(resume_loaders(trainer, session.checkpoints.positions.begins_late))
         run.undo.enter_context(call_overridden_hooks(trainer))
         if session.consensus.num_ranks > 1:
             run.undo.enter_context(weigh_by_examples(trainer))
