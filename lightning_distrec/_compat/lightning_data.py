@@ -57,32 +57,35 @@ def set_reload_epochs(trainer: Any, epochs: list[Any]) -> None:
         loop.epoch_loop.val_loop._last_val_dl_reload_epoch = validation
 
 
-def resume_loaders(trainer: Any, begins_late: Callable[[], bool]) -> Patches:
+def resume_loaders(trainer: Any, begins_late: Callable[[], bool], begun: Callable[[], None]) -> Patches:
     """Let a fit draw ahead from loaders without a length in such a way that it can resume.
 
     begins_late: whether the first batch is drawn after all hooks before it; asked when the loaders have been made.
+    begun: called after the batch that is drawn ahead, if one is.
     """
     # Upstream draws a batch ahead of all hooks, before a resumed run has set its generators, and saves states that are
     # ahead by a batch, which a resumed fit would skip. Source: lightning/pytorch/loops/fetchers.py.
     plain = fetchers._PrefetchDataFetcher
 
     def make(stage: RunningStage) -> Any:
-        return _ResumingFetcher(begins_late) if stage is RunningStage.TRAINING else plain()
+        return _ResumingFetcher(begins_late, begun) if stage is RunningStage.TRAINING else plain()
 
     return replace_fetchers(trainer, make)
 
 
 class _ResumingFetcher(fetchers._PrefetchDataFetcher):
-    def __init__(self, begins_late: Callable[[], bool]) -> None:
+    def __init__(self, begins_late: Callable[[], bool], begun: Callable[[], None]) -> None:
         super().__init__()
-        self._begins_late = begins_late
+        self._begins_late, self._begun = begins_late, begun
 
     def __iter__(self) -> Any:
         if not self._begins_late():
-            return super().__iter__()
-        fetchers._DataFetcher.__iter__(self)
-        if self.length is None:
-            self.batches = _FirstBatch(self)
+            super().__iter__()
+        else:
+            fetchers._DataFetcher.__iter__(self)
+            if self.length is None:
+                self.batches = _FirstBatch(self)
+        self._begun()
         return self
 
     def __next__(self) -> Any:

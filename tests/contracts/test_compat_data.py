@@ -64,7 +64,7 @@ class Looks(BoringModel):
 def _fit(model: Any, loader: Any, begins_late: Any = None, **options: Any) -> pl.Trainer:
     settings = NO_OUTPUT | {"max_epochs": 1, "accelerator": "cpu", "devices": 1, "limit_val_batches": 0} | options
     trainer = pl.Trainer(**settings)
-    with _data.resume_loaders(trainer, begins_late) if begins_late else nullcontext():
+    with _data.resume_loaders(trainer, begins_late, lambda: None) if begins_late else nullcontext():
         trainer.fit(model, loader)
     return trainer
 

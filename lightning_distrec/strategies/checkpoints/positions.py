@@ -12,6 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_distrec._compat.lightning import num_batches_stepped
 from lightning_distrec._compat.lightning_checkpoints import update_plateaus_of_this_epoch
 from lightning_distrec._compat.lightning_data import (
     current_loader_states,
@@ -84,7 +85,7 @@ class HookDraws:
         self._environment, self._has_drawn = environment, environment != setup
         self._calls: dict[str, Any] = {}
         self._starts: dict[str, Any] = {}
-        """States before the last call of each hook, and after the one before training."""
+        """States before the last call of each hook, and after the one before training, and after the first batch."""
         self._saved: dict[str, Any] | None = None
         self._reload_epochs: Any = None
         self._has_begun = False
@@ -136,6 +137,15 @@ class HookDraws:
                 "others. Draw in setup, or from a torch.Generator of its own with a seed."
             )
 
+    def note_first_batch(self) -> None:
+        """Note the states after a batch is drawn ahead of on_train_start; a run that resumes sets them as if it were."""
+        if self._has_begun:
+            return
+        if self._saved is None:
+            self._starts[FIRST_BATCH] = generator_states()
+        elif FIRST_BATCH in self._starts:
+            set_generator_states(self._starts[FIRST_BATCH])
+
     def _is_due(self, trainer: Trainer) -> bool:
         interval: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
         last = self._reload_epochs[1]
@@ -157,9 +167,12 @@ def update_in_resumed_epoch(trainer: Trainer) -> None:
         update_plateaus_of_this_epoch(trainer)
 
 
+FIRST_BATCH = "first batch"
 COUNTERS = ("ready", "started", "processed", "completed")
 POSITIONS = "distrec_positions"
 """Key of the loaders' positions in the fit loop's state. Stock Lightning, which could not use them, ignores it."""
+NUM_STEPPED = "distrec_num_batches_stepped"
+"""Key, there too, of the step that loggers get for the next batch."""
 
 
 class RankState(Protocol):
@@ -184,6 +197,8 @@ class Positions:
         self._rank_states: dict[str, RankState] = {}
         self._generators: Mapping[str, Any] | None = None
         """The state of the random generators in the checkpoint that the run resumes from."""
+        self.num_stepped: int | None = None
+        """The step that loggers get for the first batch of a run that resumes."""
         self._is_resumed = False
         """Whether the run resumes, and its training has not begun."""
         self._begins_at_an_end = False
@@ -213,6 +228,7 @@ class Positions:
         state = checkpoint["loops"]["fit_loop"]["state_dict"]
         # Taken out: the state that is written is rank 0's, and each rank's loaders are elsewhere.
         loader_states: list[Any] = state.pop("combined_loader", [])
+        state[NUM_STEPPED] = num_batches_stepped(trainer)
         # After the fit batches in flight are gone, and the user's code may have drawn random numbers.
         last = self._last or self._now(trainer, loader_states)
         loader_states = last["loaders"]
@@ -243,6 +259,7 @@ class Positions:
     def restore(self, loaded: Loaded, num_accumulated: int = 1) -> None:
         """Let the run continue where the checkpoint was saved. num_accumulated: batches to an optimizer step."""
         fit_loop, self._is_resumed = loaded.checkpoint["loops"]["fit_loop"], True
+        self.num_stepped = fit_loop["state_dict"].pop(NUM_STEPPED, None)
         # Lightning loads "combined_loader"; what this rank alone has saved, below, goes before the shared positions.
         if shared := fit_loop["state_dict"].pop(POSITIONS, []):
             fit_loop["state_dict"]["combined_loader"] = shared

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_distrec._compat.lightning import continue_steps
 from lightning_distrec._compat.lightning_checkpoints import restore_before_fit_starts
 from lightning_distrec.checkpoint.plain_state import as_chunked
 from lightning_distrec.errors import ConfigError, DistRecError, ShardingError, did_you_mean
@@ -68,6 +69,8 @@ class CheckpointHooks(DDPStrategy):
         if run.is_fitting:
             run.undo.enter_context(checkpoints.positions.draws.watch(run.trainer))
             restore_before_fit_starts(run.trainer)
+            if checkpoints.positions.num_stepped is not None:
+                run.undo.enter_context(continue_steps(run.trainer, checkpoints.positions.num_stepped))
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

@@ -243,7 +243,8 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         run.undo.callback(lambda: stopping.undo(run.has_failed))
         run.undo.enter_context(local_world_size(self.num_local_ranks))
         run.undo.enter_context(compare_first_batches(self) if run.is_fitting else join_predictions(trainer, self))
-        run.undo.enter_context(resume_loaders(trainer, session.checkpoints.positions.begins_late))
+        positions = session.checkpoints.positions
+        run.undo.enter_context(resume_loaders(trainer, positions.begins_late, positions.draws.note_first_batch))
         run.undo.enter_context(call_overridden_hooks(trainer))
         if session.consensus.num_ranks > 1:
             run.undo.enter_context(weigh_by_examples(trainer))
