@@ -138,7 +138,7 @@ class HookDraws:
             )
 
     def note_first_batch(self) -> None:
-        """Note the states after a batch is drawn ahead of on_train_start; a run that resumes sets them as if it were."""
+        """Note the states after a batch is drawn ahead of on_train_start; a resumed run sets them as if it were."""
         if self._has_begun:
             return
         if self._saved is None:
@@ -198,7 +198,7 @@ class Positions:
         self._generators: Mapping[str, Any] | None = None
         """The state of the random generators in the checkpoint that the run resumes from."""
         self.num_stepped: int | None = None
-        """The step that loggers get for the first batch of a run that resumes."""
+        """The step that loggers get for the first batch of a run that resumes, until its training begins."""
         self._is_resumed = False
         """Whether the run resumes, and its training has not begun."""
         self._begins_at_an_end = False
@@ -228,7 +228,7 @@ class Positions:
         state = checkpoint["loops"]["fit_loop"]["state_dict"]
         # Taken out: the state that is written is rank 0's, and each rank's loaders are elsewhere.
         loader_states: list[Any] = state.pop("combined_loader", [])
-        state[NUM_STEPPED] = num_batches_stepped(trainer)
+        state[NUM_STEPPED] = num_batches_stepped(trainer) if self.num_stepped is None else self.num_stepped
         # After the fit batches in flight are gone, and the user's code may have drawn random numbers.
         last = self._last or self._now(trainer, loader_states)
         loader_states = last["loaders"]
@@ -239,8 +239,8 @@ class Positions:
 
     def _now(self, trainer: Trainer, loader_states: list[Any]) -> dict[str, Any]:
         states = {name: holder.state() for name, holder in self._rank_states.items()}
-        hooks = self.draws.state(trainer)
-        return {"loaders": loader_states, "generators": generator_states(), "hooks": hooks, **states}
+        hooks, generators = self.draws.state(trainer), self._generators or generator_states()
+        return {"loaders": loader_states, "generators": generators, "hooks": hooks, **states}
 
     def end(self, trainer: Trainer) -> None:
         """End the fit: checkpoints that are saved later hold what is the position now."""
@@ -298,7 +298,7 @@ class Positions:
         self._loader_states = []
         if self._generators is not None:
             set_generator_states(self._generators)
-        self._generators, self._is_resumed = None, False
+        self._generators, self._is_resumed, self.num_stepped = None, False, None
         self.draws.begin(trainer)
         if self._begins_at_an_end:
             self._begins_at_an_end = False

@@ -69,4 +69,4 @@ def test_a_resumed_run_logs_the_steps_of_one_that_never_stopped(num_accumulated:
         header, *rows = _logged(tmp_path / place, num_accumulated, ckpt_path=file)
         assert header == whole[0]
         assert rows == whole[-len(rows) :], place
-        assert len(rows) > 5
+        assert len(rows) > 4
