@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import signal
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -20,7 +21,6 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.optim import Optimizer
@@ -252,13 +252,33 @@ def batches_that_stepped(trainer: Any) -> int:
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
+def ignore_signal_after_run(trainer: Any, signum: int) -> Patches:
+    """Let a signal by which a scheduler warns end no process once the run has ended; a handler of the user's stays."""
+    # Upstream puts back what was there before the run, which ends the process. It takes any handler for the user's,
+    # so that ours goes before it installs its own. Source: signal_connector.py, `register_signal_handlers`, `teardown`.
+    if signal.getsignal(signum) is _ignore:
+        signal.signal(signum, signal.SIG_DFL)
+    patches = Patches()
+
+    def leave() -> None:
+        handlers = trainer._signal_connector._original_handlers
+        if handlers.get(signum) is signal.SIG_DFL:
+            handlers[signum] = _ignore
+
+    patches.callback(leave)
+    return patches
+
+
+def _ignore(signum: int, frame: Any) -> None:
+    """Do nothing; the processes that this one starts do not inherit it, as they do SIG_IGN."""
+
+
 def num_batches_stepped(trainer: Any) -> int:
     """Return the step that loggers get for the batch after the last one, wherever in a fit it is asked."""
     # Upstream counts a batch after the hooks at its end, and after a validation. Source: as above, `on_advance_end`.
     loop = trainer.fit_loop.epoch_loop
     current = loop.batch_progress.current
-    is_validating = trainer.validating and trainer.state.fn == TrainerFn.FITTING
-    is_counted = current.completed == current.processed and not is_validating
+    is_counted = current.completed == current.processed and not trainer.validating
     return int(loop._batches_that_stepped) + int(not is_counted and not loop._should_accumulate())
 
 
