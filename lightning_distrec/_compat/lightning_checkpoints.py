@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from lightning.fabric.plugins.io import torch_io
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.core import saving
 from lightning.pytorch.loggers import utilities
 from lightning.pytorch.loggers.wandb import WandbLogger
@@ -51,6 +52,10 @@ def restore_before_fit_starts(trainer: Any) -> None:
         connector.has_restored = False
         connector._restore_modules_and_callbacks(connector.chosen_path)
         connector.has_restored = True
+        for callback in trainer.callbacks:
+            if isinstance(callback, BaseFinetuning):
+                # Else its on_fit_start would put others in the place of the groups that the optimizers have by now.
+                callback._restarting = False
 
 
 def update_plateaus_of_this_epoch(trainer: Any) -> None:

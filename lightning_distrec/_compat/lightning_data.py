@@ -1,12 +1,14 @@
 """Private names of lightning: how a fit's loaders are made, begun and saved."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.loops import fetchers
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
+from lightning.pytorch.trainer.connectors import data_connector
 from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_distrec._compat.lightning import loader_states, override_loader_states, replace_fetchers
@@ -113,6 +115,21 @@ class _FirstBatch(list[Any]):
     def pop(self, index: Any = -1) -> Any:
         batch = super().pop(index)
         return fetchers._DataFetcher.__next__(self._fetcher) if batch is None else batch
+
+
+def predict_few_examples() -> Patches:
+    """Let loaders of predictions be empty on a rank, where there are fewer examples than ranks."""
+    # Upstream's sampler asserts that each rank has one. Can go when it does not.
+    # Source: lightning/pytorch/overrides/distributed.py.
+    patches = Patches()
+    patches.replace(data_connector, "UnrepeatedDistributedSamplerWrapper", _MayBeEmpty)
+    return patches
+
+
+class _MayBeEmpty(UnrepeatedDistributedSamplerWrapper):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        with suppress(AssertionError):  # the last line of upstream's
+            super().__init__(*args, **options)
 
 
 def replace_predictions(trainer: Any, kind: type, predict: Callable[[Any, int, int], None]) -> Patches:

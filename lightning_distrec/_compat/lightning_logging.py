@@ -1,7 +1,7 @@
 """Private names of lightning: what `self.log` does in a training step, at less Python where its arguments recur."""
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -34,20 +34,16 @@ class _WeighedResults(_ResultCollection):
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
         """As upstream's."""
         sync = self[key].meta.sync
-        if not self[key].is_tensor or not self[key].meta.is_mean_reduction or not sync.should:
-            super().update_metrics(key, value, batch_size)
-            return
         reduce = sync._fn
+        if sync.should and sync.op == "mean":
+            sync._fn = partial(_mean_of_examples, reduce, batch_size)
+        super().update_metrics(key, value, batch_size)
+        sync._fn = reduce
 
-        def mean_of_examples(mean: Tensor) -> Tensor:
-            total, num_examples = reduce(torch.stack([mean, torch.ones_like(mean)]) * batch_size)
-            return total / num_examples
 
-        sync._fn = mean_of_examples
-        try:
-            super().update_metrics(key, value, batch_size)
-        finally:
-            sync._fn = reduce
+def _mean_of_examples(reduce: Callable[[Tensor], Tensor], batch_size: int, mean: Tensor) -> Tensor:
+    total, num_examples = reduce(torch.stack([mean, torch.ones_like(mean)]) * batch_size)
+    return total / num_examples
 
 
 class _Results(_WeighedResults):

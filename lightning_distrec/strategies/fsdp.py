@@ -1,5 +1,6 @@
 """`Trainer(strategy="fsdp_tuned")`: the parameters of an unchanged module, sharded over the ranks by torch's FSDP2."""
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
@@ -118,6 +119,12 @@ class TunedFSDPStrategy(DistRecStrategy[Run]):
             run.buffers = sharded.begin_training(optimizers, consensus)
             sharded.activations.usable_bytes = lambda: activation_budget(self, module, optimizers, self.world_size)
         self.begin_checkpoints(run)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        # Lightning's Tuner loads after a step that has failed, which leaves parameters gathered.
+        drop_unfinished_step(self.module)
+        super().load_model_state_dict(checkpoint, strict)
 
     @override
     def put_weights_back(self, full: dict[str, Tensor]) -> None:

@@ -1,6 +1,6 @@
 """`Trainer(strategy="torchrec_sharded")`: tables sharded over the ranks by TorchRec, everything else as under DDP."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -191,7 +191,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         # The user's code must see guarded shards again, however the step before has ended.
         plain_shards.close()
-        run = self.before_training_step()
+        run = self.before_training_step(args[0])
         run.tables.before_training_step()
         # By hand, backward runs inside of training_step, and the ids that wait for it must be sent earlier.
         has_backward = run.module.automatic_optimization
@@ -242,6 +242,12 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         with plain_shards:
             return super().optimizer_step(optimizer, *args, **kwargs)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        # As in fsdp.py.
+        drop_unfinished_step(self.module)
+        super().load_model_state_dict(checkpoint, strict)
 
     @override
     def put_weights_back(self, full: dict[str, Tensor]) -> None:

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_distrec._compat.lightning import mark_stop
@@ -17,12 +18,18 @@ from lightning_distrec.optimizers.gradient_hooks import GradientHooks
 from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.strategies.checkpoints.checkpointing import Checkpointing
 from lightning_distrec.strategies.checkpoints.positions import fingerprint
-from lightning_distrec.strategies.data_parallel.losses import ADVICE, UnreachedLoss, reaches_a_parameter
+from lightning_distrec.strategies.data_parallel.losses import (
+    ADVICE,
+    BatchSizes,
+    UnreachedLoss,
+    reaches_a_parameter,
+)
 from lightning_distrec.strategies.data_parallel.replicated_layers import (
     BroadcastSkipper,
     NoBroadcasts,
     ReplicatedLayers,
 )
+from lightning_distrec.strategies.run.process_runs import PROCESS
 from lightning_distrec.strategies.run.rank_comparisons import LoggedKeys
 from lightning_distrec.strategies.run.stopping import StopHandler
 
@@ -55,7 +62,7 @@ def start_session(
     job = job_consensus(timeout_seconds)
     if earlier is None or earlier.consensus is not job.general:
         writers = job.writing_thread if options.async_save else job.general
-        checkpoints = Checkpointing(options, job.general, writers, module)
+        checkpoints = Checkpointing(options, job.general, writers, module, PROCESS.note_writing)
         # Gathered, not computed: torchrun's agents and Slurm steps may have unequal numbers of ranks.
         nodes = NodeLayout.gathered(job.general.all_gather(place))
         earlier = Session(consensus=job.general, step_consensus=job.steps, checkpoints=checkpoints, nodes=nodes)
@@ -109,6 +116,20 @@ class Run:
     def logged_keys(self) -> LoggedKeys:
         """What compares the names of logged values over the ranks."""
         return LoggedKeys(self.trainer, self.session.consensus)
+
+    @cached_property
+    def batch_sizes(self) -> BatchSizes:
+        """What looks for batches of unequal sizes."""
+        return BatchSizes(self.trainer, self.session.consensus, self.note_unequal_batches)
+
+    def note_unequal_batches(self, text: str) -> None:
+        """Tell of batches of unequal sizes, unless losses are weighted by them."""
+        rank_zero_warn(text)
+
+    def before_epoch_ends(self) -> None:
+        """Collective, before values are reduced over ranks. Compare what was not compared in steps."""
+        self.batch_sizes.compare()
+        self.logged_keys.before_epoch_ends()
 
     def complete(self, loss: Tensor, model: nn.Module) -> Tensor:
         """Return a loss whose backward makes all exchanges of this rank. Raises UnsupportedError: it cannot."""

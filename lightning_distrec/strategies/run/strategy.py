@@ -20,7 +20,7 @@ from lightning_distrec import spans
 from lightning_distrec._compat import hide_upstream_deprecations
 from lightning_distrec._compat.lightning import call_overridden_hooks
 from lightning_distrec._compat.lightning_checkpoints import resume_from
-from lightning_distrec._compat.lightning_data import resume_loaders
+from lightning_distrec._compat.lightning_data import predict_few_examples, resume_loaders
 from lightning_distrec._compat.lightning_logging import (
     before_values_are_reduced,
     log_at_less_python,
@@ -245,11 +245,12 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         run.undo.enter_context(compare_first_batches(self) if run.is_fitting else join_predictions(trainer, self))
         positions = session.checkpoints.positions
         run.undo.enter_context(resume_loaders(trainer, positions.begins_late, positions.draws.note_first_batch))
+        run.undo.enter_context(predict_few_examples())
         run.undo.enter_context(call_overridden_hooks(trainer))
         if session.consensus.num_ranks > 1:
             run.undo.enter_context(weigh_by_examples(trainer))
         run.undo.enter_context(log_at_less_python(trainer))
-        run.undo.enter_context(before_values_are_reduced(trainer, run.logged_keys.before_epoch_ends))
+        run.undo.enter_context(before_values_are_reduced(trainer, run.before_epoch_ends))
         run.undo.enter_context(run.gradient_hooks)
         return run
 
@@ -261,12 +262,13 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         loader = even(dataloader, session.consensus, mode, rank_zero_warn, choose_repeats(trainer, self))
         return session.checkpoints.positions.keep(loader) if trainer.training else loader
 
-    def before_training_step(self) -> AnyRun:
+    def before_training_step(self, batch: Any) -> AnyRun:
         """Begin every training step. Raises CheckpointError on every rank: a write in the background has failed."""
         run = self.run
         run.session.checkpoints.before_step()
         run.buffers.before_step()
         run.logged_keys.before_step()
+        run.batch_sizes.before_step(batch)
         # Making DDP is collective: the user's code unfreezes on all ranks alike, or none could train.
         if any(parameter.requires_grad for parameter in run.frozen):
             self.configure_ddp()  # DDP ignores what was frozen for good: each rank would train weights of its own
@@ -285,7 +287,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        run = self.before_training_step()
+        run = self.before_training_step(args[0])
         with spans.span(spans.FORWARD), run.dense.step():
             return self.call_training_step(*args, **kwargs)
 

@@ -1,5 +1,6 @@
-"""Ranks with batches of unequal sizes: what is logged is that of one process with the same examples."""
+"""Ranks with batches of unequal sizes: what is logged is that of one process, and what is not exact is told."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 from lightning_distrec import TorchRecShardedStrategy, TunedDDPStrategy, TunedFSDPStrategy
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
@@ -73,3 +75,58 @@ def test_reduced_values_are_those_of_all_examples(actual: dict[str, Any], strate
     steps, last = _logged("auto")
     assert actual[strategy] == (pytest.approx(steps), pytest.approx(last))
     assert last["val mean_epoch"] == pytest.approx(sum(number**2 for number in range(12)) / 12)
+
+
+TEXT = "the ranks' batches are of unequal sizes, (1, 3) in step 1, and no lookup shows numbers of examples"
+
+
+class Looks(pl.LightningModule):
+    """Looks rows up in a table of some kind."""
+
+    def __init__(self, table: Any) -> None:
+        super().__init__()
+        self.table, self.layer = table, nn.Linear(4, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        ids = batch[:, 0].long() % 50
+        if isinstance(self.table, nn.Embedding):
+            rows = self.table(ids)
+        elif isinstance(self.table, nn.EmbeddingBag):
+            rows = self.table(ids[:, None])
+        else:
+            rows = self.table(KeyedJaggedTensor(["f"], ids, lengths=torch.ones_like(ids))).values()
+        return self.layer(rows).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _collection() -> EmbeddingBagCollection:
+    config = EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=50, feature_names=["f"])
+    return EmbeddingBagCollection([config])
+
+
+TABLES: dict[str, tuple[Any, Any]] = {
+    "plain DDP": (lambda: nn.Embedding(50, 4), TunedDDPStrategy),
+    "replicated": (_collection, lambda: TorchRecShardedStrategy(tables={"t": {"replicated": True}})),
+    "bags of DDP": (lambda: nn.EmbeddingBag(50, 4), TorchRecShardedStrategy),
+    "bags": (lambda: nn.EmbeddingBag(50, 4), lambda: TorchRecShardedStrategy(convert_embeddings="all")),
+    "collection": (_collection, TorchRecShardedStrategy),
+}
+
+
+def _warned(name: str) -> list[str]:
+    rank, num_ranks = rank_and_num_ranks()
+    table, strategy = TABLES[name]
+    batches: Any = [batch[PARTS[rank]] for batch in torch.arange(12.0).reshape(3, 4, 1)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = pl.Trainer(strategy=strategy(), devices=num_ranks, **DEFAULTS)
+        trainer.fit(Looks(table()), DataLoader(batches, batch_size=None))
+    return [str(warning.message) for warning in caught]
+
+
+def test_unequal_batches_are_told_of_once_unless_losses_are_weighted() -> None:
+    warned = run_each_on_ranks({name: (_warned, name) for name in TABLES}, 2)[0]
+    told = {name: sum(TEXT in message for message in messages) for name, messages in warned.items()}
+    assert told == {"plain DDP": 1, "replicated": 1, "bags of DDP": 1, "bags": 0, "collection": 0}
