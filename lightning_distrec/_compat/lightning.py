@@ -5,7 +5,6 @@ import logging
 import signal
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -271,39 +270,6 @@ def ignore_signal_after_run(trainer: Any, signum: int) -> Patches:
 
 def _ignore(signum: int, frame: Any) -> None:
     """Do nothing; the processes that this one starts do not inherit it, as they do SIG_IGN."""
-
-
-def num_batches_stepped(trainer: Any) -> int:
-    """Return the step that loggers get for the batch after the last one, wherever in a fit it is asked."""
-    # Upstream counts a batch after the hooks at its end, and after a validation. Source: as above, `on_advance_end`.
-    loop = trainer.fit_loop.epoch_loop
-    current = loop.batch_progress.current
-    is_counted = current.completed == current.processed and not trainer.validating
-    return int(loop._batches_that_stepped) + int(not is_counted and not loop._should_accumulate())
-
-
-def continue_steps(trainer: Any, num_stepped: int) -> Patches:
-    """Let a fit that resumes log its first batch as step `num_stepped`."""
-    # Upstream guesses by its counters whether it had counted the last batch, and counts one where it goes on with a
-    # validation, or with nothing, in place of a batch. Can go when its checkpoints hold the number.
-    # Source: as above, `reset` and `advance`.
-    loop, patches = trainer.fit_loop.epoch_loop, Patches()
-    upstream_reset, upstream_end = loop.reset, loop.on_advance_end
-
-    def reset() -> None:
-        del loop.__dict__["reset"]
-        upstream_reset()
-        loop._batches_that_stepped = num_stepped
-        patches.replace(loop, "on_advance_end", partial(on_advance_end, loop.batch_progress.total.ready))
-
-    def on_advance_end(num_ready: int, data_fetcher: Any) -> None:
-        del loop.__dict__["on_advance_end"]
-        has_no_batch = loop.batch_progress.total.ready == num_ready
-        loop._batches_that_stepped -= int(has_no_batch and not loop._should_accumulate())
-        upstream_end(data_fetcher)
-
-    patches.replace(loop, "reset", reset)
-    return patches
 
 
 def show_in_progress_bar(trainer: Any, name: str, value: str) -> None:

@@ -74,7 +74,7 @@ class Wrapper:
             if hasattr(loader, name):
                 object.__setattr__(self, name, getattr(loader, name))
 
-    @property
+    @property  # type: ignore[misc]  # object's can be set
     def __class__(self) -> type[Any]:
         """The loader's, for isinstance in the user's hooks; `type` is the wrapper's."""
         return vars(self)["_loader"].__class__  # type: ignore[no-any-return]

@@ -119,7 +119,7 @@ class TorchRecRun(Run):
 
     @override
     def note_unequal_batches(self, text: str) -> None:
-        if not isinstance(self.tables, RunTables) or self.tables.loss_weight.tells_sizes:
+        if not isinstance(self.tables, RunTables) or self.tables.loss_weight.warns_of_sizes:
             super().note_unequal_batches(text)
 
     def end_training_step(self, output: Any) -> None:

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
@@ -91,6 +92,12 @@ class Checkpointing:
             self._ranks.all_or_none("setup", lambda: refuse_callbacks(module.trainer))
             if module.trainer.state.fn == TrainerFn.FITTING and module.trainer.checkpoint_callbacks:
                 prepare_hyperparameters(current_hyperparameters(module.trainer), self._warned)
+                # What it returns is known when it is called: a trial could change what the user's hook changes.
+                if is_overridden("on_save_checkpoint", module):
+                    rank_zero_info(
+                        f"What {type(module).__name__}.on_save_checkpoint adds to checkpoints must be of plain types: "
+                        "objects are an error when the first one is saved, unless checkpoint={'pickles': True} is set."
+                    )
         if self.options.async_save:
             announce_in_flight(module.trainer, self._saver)
         if (incremental := self.options.incremental) is not None and module.trainer.state.fn == TrainerFn.FITTING:

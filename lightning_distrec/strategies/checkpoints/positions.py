@@ -12,8 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_distrec._compat.lightning import num_batches_stepped
-from lightning_distrec._compat.lightning_checkpoints import update_plateaus_of_this_epoch
+from lightning_distrec._compat.lightning_checkpoints import num_batches_stepped, update_plateaus_of_this_epoch
 from lightning_distrec._compat.lightning_data import (
     current_loader_states,
     reload_epochs,

@@ -39,8 +39,8 @@ class LossWeight:
         self._factor: float | None = None
 
     @property
-    def tells_sizes(self) -> bool:
-        """Whether batches of unequal sizes are to be told: nothing was said of them, nor is it meant."""
+    def warns_of_sizes(self) -> bool:
+        """Whether batches of unequal sizes need a warning: nothing was reported of them, nor are they meant."""
         return self.counts_examples and not self._has_notified
 
     @property

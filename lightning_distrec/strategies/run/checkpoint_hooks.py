@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_distrec._compat.lightning import continue_steps
-from lightning_distrec._compat.lightning_checkpoints import restore_before_fit_starts
+from lightning_distrec._compat.lightning_checkpoints import continue_steps, restore_before_fit_starts
 from lightning_distrec.checkpoint.plain_state import as_chunked
 from lightning_distrec.errors import ConfigError, DistRecError, ShardingError, did_you_mean
 from lightning_distrec.host_memory import free_host_bytes
@@ -124,6 +123,14 @@ class CheckpointHooks(DDPStrategy):
             PROCESS.has_failed = True
             checkpoints.require_all_ranks(PROCESS.calls_outside.meet_after_failure)
         return {key: as_chunked(value) or value for key, value in super().lightning_module_state_dict().items()}
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        tensor = full_value(tensor)
+        # Lightning writes the mean of integers, of batch sizes for one, back to an integer, and so rounds it down.
+        if isinstance(tensor, Tensor) and reduce_op in ("mean", "avg") and not tensor.is_floating_point():
+            tensor = tensor / 1
+        return super().reduce(tensor, group, reduce_op)
 
     def full_state_dict(self) -> dict[str, Any]:
         """Collective. Return the module's state with full tables on the host of rank 0, also after fit has ended.

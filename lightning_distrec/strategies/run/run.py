@@ -123,7 +123,7 @@ class Run:
         return BatchSizes(self.trainer, self.session.consensus, self.note_unequal_batches)
 
     def note_unequal_batches(self, text: str) -> None:
-        """Tell of batches of unequal sizes, unless losses are weighted by them."""
+        """Warn of batches of unequal sizes, unless losses are weighted by them."""
         rank_zero_warn(text)
 
     def before_epoch_ends(self) -> None:

@@ -71,7 +71,7 @@ class StopHandler:
             environment.requeue_signal = signal.Signals[options.requeue_signal]
         self._patches = stop_between_steps(trainer, self._record, self._leave)
         if isinstance(environment, SlurmRanks) and options.auto_requeue:
-            self._patches.enter_context(ignore_signal_after_run(trainer, environment.requeue_signal))
+            self._patches.enter_context(ignore_signal_after_run(trainer, signal.Signals[options.requeue_signal]))
 
     def undo(self, has_failed: bool) -> None:
         """Restore Lightning's handlers. has_failed: the run has, or was stopped, so that its job's checkpoint stays."""

@@ -21,11 +21,7 @@ from lightning_distrec._compat import hide_upstream_deprecations
 from lightning_distrec._compat.lightning import call_overridden_hooks
 from lightning_distrec._compat.lightning_checkpoints import resume_from
 from lightning_distrec._compat.lightning_data import predict_few_examples, resume_loaders
-from lightning_distrec._compat.lightning_logging import (
-    before_values_are_reduced,
-    log_at_less_python,
-    weigh_by_examples,
-)
+from lightning_distrec._compat.lightning_logging import before_values_are_reduced, log_at_less_python
 from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
 from lightning_distrec.cluster.environment import LaunchedRanks, local_world_size, publish_ranks
 from lightning_distrec.cluster.host_resources import THREADS_VARIABLE
@@ -37,7 +33,7 @@ from lightning_distrec.prefetch.even_batches import UnevenInputs, choose_repeats
 from lightning_distrec.strategies.checkpoints.checkpoint_io import refuse_checkpoint_io
 from lightning_distrec.strategies.checkpoints.resuming import FIT_NUMBERS, JobFit, Resuming, run_name
 from lightning_distrec.strategies.data_parallel.gradient_exchange import name_option
-from lightning_distrec.strategies.run.checkpoint_hooks import CheckpointHooks, full_value
+from lightning_distrec.strategies.run.checkpoint_hooks import CheckpointHooks
 from lightning_distrec.strategies.run.launched_ranks import (
     check_trainer,
     connect_ranks,
@@ -247,8 +243,6 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         run.undo.enter_context(resume_loaders(trainer, positions.begins_late, positions.draws.note_first_batch))
         run.undo.enter_context(predict_few_examples())
         run.undo.enter_context(call_overridden_hooks(trainer))
-        if session.consensus.num_ranks > 1:
-            run.undo.enter_context(weigh_by_examples(trainer))
         run.undo.enter_context(log_at_less_python(trainer))
         run.undo.enter_context(before_values_are_reduced(trainer, run.before_epoch_ends))
         run.undo.enter_context(run.gradient_hooks)
@@ -311,14 +305,6 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         with self.run.dense.optimizer_step(optimizer), spans.span(spans.OPTIMIZER):
             return super().optimizer_step(optimizer, *args, **kwargs)
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        tensor = full_value(tensor)
-        # Lightning writes the mean of integers, of batch sizes for one, back to an integer, and so rounds it down.
-        if isinstance(tensor, Tensor) and reduce_op in ("mean", "avg") and not tensor.is_floating_point():
-            tensor = tensor / 1
-        return super().reduce(tensor, group, reduce_op)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
