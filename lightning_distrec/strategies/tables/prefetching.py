@@ -56,15 +56,14 @@ class RowChanges:
     count: int = 0
 
 
-COUNTERS = ("global_step", "current_epoch", "fit_loop")
-
-
 class RunsAhead:
     """Mixed into a trainer's class while hooks prepare a later batch, for which its counters are not right yet."""
 
     def __getattribute__(self, name: str) -> Any:
+        if name == "current_epoch":  # batches are drawn in their epoch
+            return self.__dict__["fit_loop"].epoch_progress.current.completed
         # The watchdog's thread may ask how far the run is.
-        if name in COUNTERS and threading.current_thread() is threading.main_thread():
+        if name in ("global_step", "fit_loop") and threading.current_thread() is threading.main_thread():
             raise ConfigError(
                 f"trainer.{name} is read in a hook that prepares a batch (on_before_batch_transfer, "
                 "transfer_batch_to_device, on_after_batch_transfer, sparse_inputs). It is called ahead of the batch's "

@@ -14,9 +14,8 @@ from tests.support.click_model import NO_OUTPUT
 
 READS: dict[str, Any] = {
     "global_step": lambda module: module.global_step,
-    "current_epoch": lambda module: module.trainer.current_epoch,
     "fit_loop": lambda module: module.trainer.fit_loop.epoch_loop.batch_idx,
-    "nothing": lambda module: module.trainer.is_global_zero,
+    "current_epoch": lambda module: module.epochs.append(module.current_epoch),
 }
 HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -27,6 +26,7 @@ class Hooked(pl.LightningModule):
     def __init__(self, hook: str, read: str) -> None:
         super().__init__()
         self.table, self.read = nn.Embedding(20, 4), READS[read]
+        self.epochs: list[int] = []
         setattr(self, hook, self._called)
 
     def _called(self, batch: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -43,20 +43,27 @@ class Hooked(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def _fit(hook: str, read: str, depth: int) -> int:
+def _fit(hook: str, read: str, depth: int) -> list[int]:
     options = NO_OUTPUT | {"accelerator": "cpu", "devices": 1, "max_epochs": 2}
     strategy = TorchRecShardedStrategy(convert_embeddings="all", prefetch={"depth": depth})
     trainer, data = pl.Trainer(strategy=strategy, **options), DataLoader(torch.arange(12), batch_size=4)
-    trainer.fit(Hooked(hook, read), data, data)
-    return trainer.global_step
+    module = Hooked(hook, read)
+    trainer.fit(module, data, data)
+    return module.epochs
 
 
-@pytest.mark.parametrize("read", [name for name in READS if name != "nothing"])
+@pytest.mark.parametrize("read", ["global_step", "fit_loop"])
 def test_reading_a_counter_ahead_of_its_step_is_an_error(read: str) -> None:
     with pytest.raises(ConfigError, match=rf"trainer\.{read} is read in a hook that prepares a batch"):
         _fit(HOOKS[list(READS).index(read)], read, 2)
 
 
 def test_counters_can_be_read_where_nothing_runs_ahead() -> None:
-    assert _fit("on_after_batch_transfer", "global_step", 1) == 6
-    assert _fit("on_after_batch_transfer", "nothing", 2) == 6
+    assert _fit("on_after_batch_transfer", "global_step", 1) == []
+
+
+def test_the_epoch_that_a_hook_reads_is_that_of_its_batch() -> None:
+    for hook in HOOKS:
+        epochs = _fit(hook, "current_epoch", 3)
+        assert epochs == _fit(hook, "current_epoch", 1)
+        assert len(epochs) > 6
