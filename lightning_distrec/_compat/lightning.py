@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import signal
 from collections.abc import Callable
 from contextlib import nullcontext
 from operator import attrgetter
@@ -124,28 +125,6 @@ def given_train_loaders(trainer: Any) -> Any:
     return None if hasattr(instance, "train_dataloader") else instance
 
 
-def combining_mode(combined_loader: Any) -> str:
-    """Return the mode of Lightning's CombinedLoader: "min_size", "sequential", ..."""
-    return str(combined_loader._mode)
-
-
-def loader_states(combined_loader: Any) -> list[dict[str, Any]]:
-    """Return the states of the stateful loaders. Source: lightning/pytorch/utilities/combined_loader.py."""
-    states: list[dict[str, Any]] = type(combined_loader)._state_dicts(combined_loader)
-    return states
-
-
-def override_loader_states(combined_loader: Any, states: Callable[[], list[dict[str, Any]]] | None) -> None:
-    """Save the states that `states` returns in checkpoints, in place of the loaders' own; None undoes it."""
-    # Upstream asks the loaders when a checkpoint is saved. With batches in flight they are ahead of the module, and a
-    # resumed fit would skip these batches. Written into the instance's `__dict__`: no other CombinedLoader changes.
-    # Can go when Lightning lets a fetcher provide the states. Source: lightning/pytorch/loops/fit_loop.py.
-    if states is not None:
-        combined_loader._state_dicts = states
-    else:
-        combined_loader.__dict__.pop("_state_dicts", None)
-
-
 def replace_fetchers(trainer: Any, make: Callable[[Any], Any]) -> Patches:
     """Let the trainer's loops take their data fetchers from `make`, called with a stage."""
     # Upstream chooses among its own fetchers, which draw one batch ahead and cannot prepare lookups. A step that
@@ -262,6 +241,27 @@ def batches_that_stepped(trainer: Any) -> int:
     """Return the step, counted from 0, that Lightning's loggers get for the batch in progress."""
     # Source: lightning/pytorch/loops/training_epoch_loop.py; LearningRateMonitor uses it in the same way.
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def ignore_signal_after_run(trainer: Any, signum: int) -> Patches:
+    """Let a signal by which a scheduler warns end no process once the run has ended; a handler of the user's stays."""
+    # Upstream puts back what was there before the run, which ends the process. It takes any handler for the user's,
+    # so that ours goes before it installs its own. Source: signal_connector.py, `register_signal_handlers`, `teardown`.
+    if signal.getsignal(signum) is _ignore:
+        signal.signal(signum, signal.SIG_DFL)
+    patches = Patches()
+
+    def leave() -> None:
+        handlers = trainer._signal_connector._original_handlers
+        if handlers.get(signum) is signal.SIG_DFL:
+            handlers[signum] = _ignore
+
+    patches.callback(leave)
+    return patches
+
+
+def _ignore(signum: int, frame: Any) -> None:
+    """Do nothing; the processes that this one starts do not inherit it, as they do SIG_IGN."""
 
 
 def show_in_progress_bar(trainer: Any, name: str, value: str) -> None:

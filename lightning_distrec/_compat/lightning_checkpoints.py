@@ -1,6 +1,7 @@
 """Private names of lightning: where a fit resumes, how checkpoints are read, and which ones loggers upload."""
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from pickle import UnpicklingError
@@ -8,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from lightning.fabric.plugins.io import torch_io
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.core import saving
 from lightning.pytorch.loggers import utilities
 from lightning.pytorch.loggers.wandb import WandbLogger
@@ -51,6 +53,10 @@ def restore_before_fit_starts(trainer: Any) -> None:
         connector.has_restored = False
         connector._restore_modules_and_callbacks(connector.chosen_path)
         connector.has_restored = True
+        for callback in trainer.callbacks:
+            if isinstance(callback, BaseFinetuning):
+                # Else its on_fit_start would put others in the place of the groups that the optimizers have by now.
+                callback._restarting = False
 
 
 def update_plateaus_of_this_epoch(trainer: Any) -> None:
@@ -59,6 +65,40 @@ def update_plateaus_of_this_epoch(trainer: Any) -> None:
     # limited by steps.
     # Source: lightning/pytorch/loops/fit_loop.py, `on_advance_end`, which alone reads it after an epoch has begun.
     trainer.fit_loop._restarting = False
+
+
+def num_batches_stepped(trainer: Any) -> int:
+    """Return the step that loggers get for the batch after the last one, wherever in a fit it is asked."""
+    # Upstream counts a batch after the hooks at its end, and after a validation.
+    # Source: lightning/pytorch/loops/training_epoch_loop.py, `on_advance_end`.
+    loop = trainer.fit_loop.epoch_loop
+    current = loop.batch_progress.current
+    is_counted = current.completed == current.processed and not trainer.validating
+    return int(loop._batches_that_stepped) + int(not is_counted and not loop._should_accumulate())
+
+
+def continue_steps(trainer: Any, num_stepped: int) -> Patches:
+    """Let a fit that resumes log its first batch as step `num_stepped`."""
+    # Upstream guesses by its counters whether it had counted the last batch, and counts one where it goes on with a
+    # validation, or with nothing, in place of a batch. Can go when its checkpoints hold the number.
+    # Source: as above, `reset` and `advance`.
+    loop, patches = trainer.fit_loop.epoch_loop, Patches()
+    upstream_reset, upstream_end = loop.reset, loop.on_advance_end
+
+    def reset() -> None:
+        del loop.__dict__["reset"]
+        upstream_reset()
+        loop._batches_that_stepped = num_stepped
+        patches.replace(loop, "on_advance_end", partial(on_advance_end, loop.batch_progress.total.ready))
+
+    def on_advance_end(num_ready: int, data_fetcher: Any) -> None:
+        del loop.__dict__["on_advance_end"]
+        has_no_batch = loop.batch_progress.total.ready == num_ready
+        loop._batches_that_stepped -= int(has_no_batch and not loop._should_accumulate())
+        upstream_end(data_fetcher)
+
+    patches.replace(loop, "reset", reset)
+    return patches
 
 
 class _Resumes(_CheckpointConnector):

@@ -1,43 +1,46 @@
 """Private names of lightning: how a fit's loaders are made, begun and saved."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.loops import fetchers
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
+from lightning.pytorch.trainer.connectors import data_connector
+from lightning.pytorch.trainer.states import RunningStage
 
-from lightning_distrec._compat.lightning import loader_states, override_loader_states
+from lightning_distrec._compat.lightning import replace_fetchers
 from lightning_distrec._compat.patches import Patches
+
+
+def combining_mode(combined_loader: Any) -> str:
+    """Return the mode of Lightning's CombinedLoader: "min_size", "sequential", ..."""
+    return str(combined_loader._mode)
+
+
+def loader_states(combined_loader: Any) -> list[dict[str, Any]]:
+    """Return the states of the stateful loaders. Source: lightning/pytorch/utilities/combined_loader.py."""
+    states: list[dict[str, Any]] = type(combined_loader)._state_dicts(combined_loader)
+    return states
+
+
+def override_loader_states(combined_loader: Any, states: Callable[[], list[dict[str, Any]]] | None) -> None:
+    """Save the states that `states` returns in checkpoints, in place of the loaders' own; None undoes it."""
+    # Upstream asks the loaders when a checkpoint is saved. With batches in flight they are ahead of the module, and a
+    # resumed fit would skip these batches. Written into the instance's `__dict__`: no other CombinedLoader changes.
+    # Can go when Lightning lets a fetcher provide the states. Source: lightning/pytorch/loops/fit_loop.py.
+    if states is not None:
+        combined_loader._state_dicts = states
+    else:
+        combined_loader.__dict__.pop("_state_dicts", None)
 
 
 def current_loader_states(trainer: Any) -> list[dict[str, Any]]:
     """Return the states of the training loaders that a checkpoint would hold now; see `override_loader_states`."""
     combined_loader = trainer.fit_loop._combined_loader
     return [] if combined_loader is None else list(combined_loader._state_dicts())
-
-
-def begin_loaders_again(trainer: Any) -> None:
-    """Forget the batch that a resumed fit has drawn ahead of all hooks, from loaders without a length."""
-    # Upstream begins loaders again in each epoch, but for the one in which it resumes, whose batch was drawn by
-    # generators that are set since. Source: lightning/pytorch/loops/fetchers.py; `on_run_start` of the epoch loop.
-    fetcher = trainer.fit_loop._data_fetcher
-    if isinstance(fetcher, fetchers._PrefetchDataFetcher) and fetcher.length is None:
-        fetchers._DataFetcher.__iter__(fetcher)
-        fetcher.batches = _FirstBatch(fetcher)
-
-
-class _FirstBatch(list[Any]):
-    """What a fetcher has drawn ahead: a batch that is drawn when it is taken, after on_train_epoch_start."""
-
-    def __init__(self, fetcher: Any) -> None:
-        super().__init__([None])
-        self._fetcher = fetcher
-
-    def pop(self, index: Any = -1) -> Any:
-        batch = super().pop(index)
-        return fetchers._DataFetcher.__next__(self._fetcher) if batch is None else batch
 
 
 def wrapped_sampler(sampler: Any) -> Any:
@@ -78,17 +81,40 @@ def set_reload_epochs(trainer: Any, epochs: list[Any]) -> None:
         loop.epoch_loop.val_loop._last_val_dl_reload_epoch = validation
 
 
-def keep_states_of_loaders(trainer: Any) -> None:
-    """Let checkpoints of a fit hold the states that its loaders had when they gave the batch of the step."""
-    # Upstream draws a batch ahead from loaders without a length, and saves states that are ahead by it: a resumed fit
-    # would skip that batch. Source: lightning/pytorch/loops/fetchers.py.
-    fetcher = trainer.fit_loop._data_fetcher
-    if type(fetcher) is fetchers._PrefetchDataFetcher and fetcher.length is None:
-        fetcher.__class__ = _KeepsStates
+def resume_loaders(trainer: Any, begins_late: Callable[[], bool], begun: Callable[[], None]) -> Patches:
+    """Let a fit draw ahead from loaders without a length in such a way that it can resume.
+
+    begins_late: whether the first batch is drawn after all hooks before it; asked when the loaders have been made.
+    begun: called after the batch that is drawn ahead, if one is.
+    """
+    # Upstream draws a batch ahead of all hooks, before a resumed run has set its generators, and saves states that are
+    # ahead by a batch, which a resumed fit would skip. Source: lightning/pytorch/loops/fetchers.py.
+    plain = fetchers._PrefetchDataFetcher
+
+    def make(stage: RunningStage) -> Any:
+        return _ResumingFetcher(begins_late, begun) if stage is RunningStage.TRAINING else plain()
+
+    return replace_fetchers(trainer, make)
 
 
-class _KeepsStates(fetchers._PrefetchDataFetcher):
+class _ResumingFetcher(fetchers._PrefetchDataFetcher):
+    def __init__(self, begins_late: Callable[[], bool], begun: Callable[[], None]) -> None:
+        super().__init__()
+        self._begins_late, self._begun = begins_late, begun
+
+    def __iter__(self) -> Any:
+        if not self._begins_late():
+            super().__iter__()
+        else:
+            fetchers._DataFetcher.__iter__(self)
+            if self.length is None:
+                self.batches = _FirstBatch(self)
+        self._begun()
+        return self
+
     def __next__(self) -> Any:
+        if self.length is not None:
+            return super().__next__()
         # The batch that is returned here was the last that was drawn, unless there is none ahead.
         states = loader_states(self.combined_loader)
         batch = super().__next__()
@@ -99,6 +125,33 @@ class _KeepsStates(fetchers._PrefetchDataFetcher):
         if self._combined_loader is not None:
             override_loader_states(self._combined_loader, None)
         super().teardown()
+
+
+class _FirstBatch(list[Any]):
+    """What a fetcher has drawn ahead: a batch that is drawn when it is taken, after on_train_epoch_start."""
+
+    def __init__(self, fetcher: Any) -> None:
+        super().__init__([None])
+        self._fetcher = fetcher
+
+    def pop(self, index: Any = -1) -> Any:
+        batch = super().pop(index)
+        return fetchers._DataFetcher.__next__(self._fetcher) if batch is None else batch
+
+
+def predict_few_examples() -> Patches:
+    """Let loaders of predictions be empty on a rank, where there are fewer examples than ranks."""
+    # Upstream's sampler asserts that each rank has one. Can go when it does not.
+    # Source: lightning/pytorch/overrides/distributed.py.
+    patches = Patches()
+    patches.replace(data_connector, "UnrepeatedDistributedSamplerWrapper", _MayBeEmpty)
+    return patches
+
+
+class _MayBeEmpty(UnrepeatedDistributedSamplerWrapper):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        with suppress(AssertionError):  # the last line of upstream's
+            super().__init__(*args, **options)
 
 
 def replace_predictions(trainer: Any, kind: type, predict: Callable[[Any, int, int], None]) -> Patches:

@@ -13,12 +13,9 @@ from typing import Any
 import torch
 from lightning.fabric.strategies.launchers.multiprocessing import _check_bad_cuda_fork
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher, _WorkerOutput
-from lightning.pytorch.trainer.call import (
-    _call_and_handle_interrupt,
-    _call_callbacks_load_state_dict,
-    _call_callbacks_state_dict,
-)
+from lightning.pytorch.trainer.call import _call_and_handle_interrupt, _call_callbacks_state_dict
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 INTERRUPTED_SECONDS, END_SECONDS = 2.0, 30.0
 FAILURE, RESULTS = "failure.pickle", "results.pt"
@@ -150,7 +147,9 @@ class ForkLauncher(_MultiProcessingLauncher):
         for callback in trainer.checkpoint_callbacks:
             if getattr(callback, "dirpath", "") is None:  # else it would restore a part of its state
                 callback.dirpath = callbacks.get(callback.state_key, {}).get("dirpath")
-        _call_callbacks_load_state_dict(trainer, {"callbacks": callbacks})
+        for callback in trainer.callbacks:
+            if state := callbacks.get(callback.state_key):
+                _load_callback(callback, state)
         trainer.state = worker_output.trainer_state
         self.update_main_process_results(trainer, extra)
 
@@ -158,3 +157,14 @@ class ForkLauncher(_MultiProcessingLauncher):
         """Send a signal to the ranks that are alive."""
         if not self.is_rank:
             super().kill(signum)
+
+
+def _load_callback(callback: Any, state: dict[str, Any]) -> None:
+    """Load what a callback has on rank 0, or warn: what was trained must not be lost for it."""
+    try:
+        callback.load_state_dict(state)
+    except Exception as failure:
+        rank_zero_warn(
+            f"{type(callback).__name__} has not in this process what it has on the ranks: its load_state_dict raised "
+            f"{type(failure).__name__}: {failure}. The weights are those that were trained."
+        )

@@ -1,7 +1,7 @@
 """Private names of lightning: what `self.log` does in a training step, at less Python where its arguments recur."""
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -28,7 +28,27 @@ _ACCUMULATED = (torch.float32, torch.float64)
 """Types of values that are added up as they are."""
 
 
-class _Results(_ResultCollection):
+class _ExactResults(_ResultCollection):
+    """A loop's values, whose means over ranks in a step are of all examples: upstream's are of the ranks' means."""
+
+    # Source: _ResultMetric.update. Can go when Lightning does so.
+
+    def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
+        """As upstream's."""
+        sync = self[key].meta.sync
+        reduce = sync._fn
+        if sync.should and sync.op == "mean":
+            sync._fn = partial(_mean_of_examples, reduce, batch_size)
+        super().update_metrics(key, value, batch_size)
+        sync._fn = reduce
+
+
+def _mean_of_examples(reduce: Callable[[Tensor], Tensor], batch_size: int, mean: Tensor) -> Tensor:
+    total, num_examples = reduce(torch.stack([mean, torch.ones_like(mean)]) * batch_size)
+    return total / num_examples
+
+
+class _Results(_ExactResults):
     """A training loop's values, with those that were logged before by the arguments of their calls."""
 
     logged_before: dict[Any, tuple[str, _ResultMetric]]
@@ -61,7 +81,10 @@ class _Results(_ResultCollection):
 
 
 def log_at_less_python(trainer: Any) -> Patches:
-    """Let `self.log` in training steps of this trainer check once what does not change from call to call."""
+    """Let `self.log` in training steps of this trainer check once what does not change from call to call.
+
+    A step's means over ranks count each rank's value by the `batch_size` that it was logged with, as an epoch's do.
+    """
     # Upstream checks arguments, inspects the signature of training_step, builds and compares the value's metadata and
     # moves its state to the device, by several walks through collections, at each call. Here the first call with the
     # same arguments in the same hook is upstream's, as is any call whose value is of another kind, type or device;
@@ -70,11 +93,13 @@ def log_at_less_python(trainer: Any) -> Patches:
     # Source: LightningModule.log in lightning/pytorch/core/module.py; _ResultCollection and _ResultMetric in
     # lightning/pytorch/trainer/connectors/logger_connector/result.py; Metric._wrap_update in torchmetrics/metric.py.
     # Can go when Lightning does so.
-    patches = Patches()
+    patches, fit = Patches(), trainer.fit_loop.epoch_loop
+    for loop in (fit, fit.val_loop, trainer.validate_loop, trainer.test_loop) if trainer.world_size > 1 else ():
+        patches.replace_class(loop._results, _ExactResults)
     if LightningModule.log not in (_upstream_log, _log):
         return patches
     patches.replace(LightningModule, "log", _log)
-    results = trainer.fit_loop.epoch_loop._results
+    results = fit._results
     patches.callback(results.__dict__.pop, "logged_before", None)
     results.logged_before = {}
     patches.replace_class(results, _Results)

@@ -201,8 +201,15 @@ def on_all_ranks(ranks: RanksOfThread, path: Path, action: Callable[[], T]) -> T
 class Saver:
     """Saves one checkpoint after the other; in a thread if `is_async`, at most one at a time."""
 
-    def __init__(self, ranks: RanksOfThread, is_async: bool, bytes_per_second: float = math.inf) -> None:
-        self._ranks = ranks
+    def __init__(
+        self,
+        ranks: RanksOfThread,
+        is_async: bool,
+        bytes_per_second: float = math.inf,
+        note_writing: Callable[[bool], object] = bool,
+    ) -> None:
+        """note_writing: called when a thread begins to write, and when it ends."""
+        self._ranks, self._note_writing = ranks, note_writing
         self._is_async = is_async
         self._pace = Pace(bytes_per_second)
         self._thread: threading.Thread | None = None
@@ -227,6 +234,7 @@ class Saver:
         self._thread = threading.Thread(target=self._write, args=(on_host,), name="checkpoint", daemon=True)
         # Loggers look for checkpoints by path from the main thread: see wait_for_checkpoint.
         writing[snapshot.path] = self._thread
+        self._note_writing(True)
         self._thread.start()
 
     def _write(self, on_host: list[Snapshot]) -> None:
@@ -239,6 +247,7 @@ class Saver:
         # A thread's exception would be printed and lost: `finish` raises it, on all ranks at the same step.
         except BaseException as failure:
             self._failure = failure
+        self._note_writing(False)
         release_free_memory()
 
     def remove(self, path: Path) -> None:

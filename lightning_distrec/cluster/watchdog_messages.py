@@ -60,6 +60,8 @@ class RankState:
     is_stopped: bool = False
     is_leaving: bool = False
     """Its run has failed, and it gives up its shards and process groups, which may wait for other ranks."""
+    is_writing: bool = False
+    """A thread of it writes a checkpoint."""
     is_asking: bool = False
     """A collective of it has failed, and it waits for the reason."""
     killed_for: str = ""

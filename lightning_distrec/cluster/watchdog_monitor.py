@@ -55,6 +55,8 @@ IDLE_SHARE = 0.1
 """A process that takes less than this share of a processor's time computes nothing."""
 # From a verdict on, with which the rank's own wait of ANSWER_SECONDS in watchdog.py ends.
 GRACE_SECONDS = 5.0
+WRITING_SECONDS = 120.0
+"""The same for a rank that writes a checkpoint, which would be lost with it."""
 LINGER_SECONDS = 10.0
 """How long the hub stays after its rank has ended: the others learn from it alone that the rank is gone."""
 # asyncio's default of 64 KiB might not hold the locations of all ranks of a large job.
@@ -237,7 +239,8 @@ class Monitor:
         if is_asking or self._state.is_asking or self._from_hub.locations:
             with contextlib.suppress(OSError):  # the rank is gone, or in a long call and reads nothing
                 os.write(1, encode_line(replace(self._from_hub, verdict=verdict)))
-        if self._has_lasted("blocked", bool(verdict) and self._state.is_running, GRACE_SECONDS):
+        grace = WRITING_SECONDS if self._state.is_writing else GRACE_SECONDS
+        if self._has_lasted("blocked", bool(verdict) and self._state.is_running, grace):
             self._kill(verdict, "and this rank would wait forever")
         if self._has_lasted("leaving", bool(reason) and self._state.lingers, limit):
             self._kill(reason, f"and this rank, whose run has failed, has not ended its teardown within {limit:g} s")

@@ -221,7 +221,8 @@ class RowLoader(DataLoader[Any]):
         spans = [(first, stop) for first, stop in state["spans"]]
         before = Shares(spans, state["num_ranks"], state["num_workers"], state["batch_size"])
         num_trained = max(0, state["batches"] - state["first_batch"])
-        if num_trained >= before.num_batches or not state["batches"]:
+        # In another layout rows may have been trained and as many batches be left as an epoch has.
+        if num_trained >= before.num_batches or not (state["batches"] or state["samples"]):
             return
         sampler: Any = self.sampler
         full = sampler.full

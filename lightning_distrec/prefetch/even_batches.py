@@ -74,6 +74,11 @@ class Wrapper:
             if hasattr(loader, name):
                 object.__setattr__(self, name, getattr(loader, name))
 
+    @property  # type: ignore[misc]  # object's can be set
+    def __class__(self) -> type[Any]:
+        """The loader's, for isinstance in the user's hooks; `type` is the wrapper's."""
+        return vars(self)["_loader"].__class__  # type: ignore[no-any-return]
+
     has_begun = False
     """Whether an iterator of `_begin_late` has begun."""
     continues = False

@@ -20,7 +20,8 @@ from torchrec.streamable import Pipelineable
 from typing_extensions import override
 
 from lightning_distrec import gpu, spans
-from lightning_distrec._compat.lightning import DataFetcher, combining_mode, loader_states, override_loader_states
+from lightning_distrec._compat.lightning import DataFetcher
+from lightning_distrec._compat.lightning_data import combining_mode, loader_states, override_loader_states
 from lightning_distrec._compat.tensors import parts_of
 from lightning_distrec.prefetch.batch_objects import tensors_in
 from lightning_distrec.prefetch.even_batches import ENDED, FAILED, HAS_BATCH, EndPolicy, EvenLoader, Repeated, draw_next

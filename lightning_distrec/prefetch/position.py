@@ -154,7 +154,8 @@ def resumable(loader: Any, rank: int, num_ranks: int, warn: Callable[[str], None
     warn: called with the reason where a position cannot be used.
     """
     torch_loader = vars(loader)["_loader"] if isinstance(loader, ShortenedLoader) else loader
-    if not isinstance(torch_loader, DataLoader) or has_state(torch_loader):
+    is_wrapped = isinstance(torch_loader, Wrapper)
+    if is_wrapped or not isinstance(torch_loader, DataLoader) or has_state(torch_loader):
         return loader
     sampler = torch_loader.sampler if torch_loader.batch_sampler is None else torch_loader.batch_sampler
     if sized_len(sampler) is None:  # that of an IterableDataset is one of these
@@ -277,7 +278,9 @@ class PositionedLoader(Wrapper):
         return len(self._loader)
 
     def state_dict(self) -> State:
-        return {**self.state, "next_generators": [generator.get_state() for generator in self.generators]}
+        # Those of a run that has resumed are set with its first batch.
+        states = self.states_to_set or [generator.get_state() for generator in self.generators]
+        return {**self.state, "next_generators": states}
 
     def continue_generators(self, state: State) -> None:
         """Let the next iterator draw from where generators of its own were when `state` was taken, between epochs."""

@@ -1,5 +1,6 @@
 """`Trainer(strategy="fsdp_tuned")`: the parameters of an unchanged module, sharded over the ranks by torch's FSDP2."""
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
@@ -117,6 +118,12 @@ class TunedFSDPStrategy(DistRecStrategy[Run]):
             optimizers = [*self.optimizers, *wrapped_optimizers(self)]  # the plugin may have replaced them
             run.buffers = sharded.begin_training(optimizers, consensus)
         self.begin_checkpoints(run)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        # Lightning's Tuner loads after a step that has failed, which leaves parameters gathered.
+        drop_unfinished_step(self.module)
+        super().load_model_state_dict(checkpoint, strict)
 
     @override
     def put_weights_back(self, full: dict[str, Tensor]) -> None:

@@ -175,7 +175,7 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        run = self.before_training_step()
+        run = self.before_training_step(None)
         with spans.span(spans.FORWARD):
             return run.steps.training_step(self._step_call("training_step", *args))
 

@@ -1,6 +1,6 @@
 """`Trainer(strategy="torchrec_sharded")`: tables sharded over the ranks by TorchRec, everything else as under DDP."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -192,7 +192,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         # The user's code must see guarded shards again, also where an update before has raised.
         plain_shards.close()
-        run = self.before_training_step()
+        run = self.before_training_step(args[0])
         run.tables.before_training_step()
         # By hand, backward runs inside of training_step, and the ids that wait for it must be sent earlier.
         has_backward = run.module.automatic_optimization
@@ -238,6 +238,12 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         run.tables.before_backward()
         run.prefetching.before_backward()
         super().pre_backward(closure_loss)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        # As in fsdp.py.
+        drop_unfinished_step(self.module)
+        super().load_model_state_dict(checkpoint, strict)
 
     @override
     def put_weights_back(self, full: dict[str, Tensor]) -> None:

@@ -118,6 +118,11 @@ class TorchRecRun(Run):
         lookups = self.tables.looked_up if isinstance(self.tables, RunTables) else None
         return UnreachedLoss(self.layers, self.session.consensus.rank, lookups)
 
+    @override
+    def note_unequal_batches(self, text: str) -> None:
+        if not isinstance(self.tables, RunTables) or self.tables.loss_weight.warns_of_sizes:
+            super().note_unequal_batches(text)
+
     def end_training_step(self, output: Any) -> None:
         """Raise UnsupportedError: the step has not called tables that the other ranks may wait in."""
         if isinstance(self.tables, RunTables) and self.session.consensus.num_ranks > 1:

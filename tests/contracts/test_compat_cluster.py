@@ -1,6 +1,7 @@
 """The private names of Lightning's that the choice of a cluster environment goes by."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -122,6 +123,28 @@ def test_the_groups_store_is_found_and_their_exchanges_are_counted() -> None:
         dist.destroy_process_group()
 
 
+class EndsRun(Callback):
+    """Undoes, at the end of a run, what was done at its start."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.patches = _lightning.ignore_signal_after_run(trainer, signal.SIGUSR1)
+        self.during = signal.getsignal(signal.SIGUSR1)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.patches.close()
+
+
+def test_a_signal_is_ignored_after_a_run_until_the_next_begins() -> None:
+    ends = EndsRun()
+    try:
+        for _ in range(2):
+            Trainer(max_steps=1, callbacks=[ends], **QUIET).fit(BoringModel())
+            assert ends.during is signal.SIG_DFL
+            os.kill(os.getpid(), signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
 class Bias(LightningModule):
     """One number."""
 
@@ -145,9 +168,17 @@ class SaysWhere(Callback):
         SaysWhere.failed_in = os.getpid()
 
 
+class LoadsNothing(SaysWhere):
+    """As Lightning's SpikeDetection, whose state cannot be loaded."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AttributeError("has no attribute 'running'")
+
+
 def test_fork_launcher_takes_over_what_rank_0_has_trained_and_raises_what_a_rank_has_raised() -> None:
     says, module = SaysWhere(), Bias()
-    trainer = Trainer(strategy=DDPStrategy(start_method="fork"), devices=2, max_steps=1, callbacks=[says], **QUIET)
+    trainer = Trainer(strategy=DDPStrategy(start_method="fork"), devices=2, max_steps=1, **QUIET)
+    trainer.callbacks = [LoadsNothing(), says]
     strategy: Any = trainer.strategy
     strategy._launcher = launcher = lightning_launchers.ForkLauncher(
         strategy, strategy.set_world_ranks, lambda: {**module.state_dict(), "more": torch.ones(1)}, lambda: None
@@ -163,7 +194,8 @@ def test_fork_launcher_takes_over_what_rank_0_has_trained_and_raises_what_a_rank
         trainer.callback_metrics["loss"] = torch.tensor(0.25)
         return "x" * 200_000  # more than a pipe takes
 
-    assert len(trainer.strategy.launcher.launch(train, trainer=trainer)) == 200_000
+    with pytest.warns(UserWarning, match="LoadsNothing has not in this process what it has on the ranks"):
+        assert len(trainer.strategy.launcher.launch(train, trainer=trainer)) == 200_000
     assert module.bias.item() == 3.0
     assert says.loss == trainer.callback_metrics["loss"].item() == 0.25
     assert launcher.missing_names == ("more",)

@@ -1,11 +1,12 @@
 """The same contracts, of how Lightning makes, begins and saves a fit's loaders, and restores before on_fit_start."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -60,20 +61,19 @@ class Looks(BoringModel):
         self._call("on_train_batch_end")
 
 
-def _fit(model: Any, loader: Any, **options: Any) -> pl.Trainer:
+def _fit(model: Any, loader: Any, begins_late: Any = None, **options: Any) -> pl.Trainer:
     settings = NO_OUTPUT | {"max_epochs": 1, "accelerator": "cpu", "devices": 1, "limit_val_batches": 0} | options
     trainer = pl.Trainer(**settings)
-    trainer.fit(model, loader)
+    with _data.resume_loaders(trainer, begins_late, lambda: None) if begins_late else nullcontext():
+        trainer.fit(model, loader)
     return trainer
 
 
-def test_keep_states_of_loaders_saves_those_of_the_batch_of_the_step() -> None:
-    ahead = Looks(_data.current_loader_states)
+def test_resume_loaders_saves_the_states_of_the_batch_of_the_step() -> None:
+    ahead, kept = Looks(_data.current_loader_states), Looks(_data.current_loader_states)
     _fit(ahead, Stream())
     assert [states[0]["next"] for states in ahead.seen] == [2, 3, 4, 4]  # upstream draws a batch ahead
-    kept = Looks(_data.current_loader_states)
-    kept.on_train_start = lambda: _data.keep_states_of_loaders(kept.trainer)  # type: ignore[method-assign]
-    _fit(kept, Stream())
+    _fit(kept, Stream(), begins_late=lambda: False)
     assert [states[0]["next"] for states in kept.seen] == [1, 2, 3, 4]
 
 
@@ -108,20 +108,13 @@ def test_reload_epochs_are_where_lightning_keeps_them() -> None:
     assert trainer.fit_loop._last_train_dl_reload_epoch == 1
 
 
-def test_begin_loaders_again_draws_the_first_batch_when_it_is_taken() -> None:
+@pytest.mark.parametrize("is_late", [False, True])
+def test_resume_loaders_draws_the_first_batch_before_all_hooks_or_after(is_late: bool) -> None:
     stream = Stream()
-    drawn: list[int] = []
-
-    def begin(trainer: Any) -> int:
-        stream.next = 0
-        _data.begin_loaders_again(trainer)
-        drawn.append(stream.next)
-        return stream.next
-
-    model = Looks(begin, "on_train_start")
-    trainer = _fit(model, stream)
-    assert drawn == [0]
-    assert trainer.global_step == 4
+    model = Looks(lambda trainer: stream.next, "on_train_start")
+    trainer = _fit(model, stream, begins_late=lambda: is_late)
+    assert model.seen == [0 if is_late else 1]
+    assert (trainer.global_step, stream.next) == (4, 4)
 
 
 class Predicts(BoringModel):

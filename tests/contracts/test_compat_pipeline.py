@@ -19,6 +19,7 @@ from torchrec.distributed.train_pipeline import train_pipelines
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from lightning_distrec._compat import lightning as _lightning
+from lightning_distrec._compat import lightning_data as _lightning_data
 from lightning_distrec._compat import tensors as _tensors
 from lightning_distrec._compat import torch as _torch
 from lightning_distrec._compat import torchrec_ids as _torchrec_ids
@@ -73,15 +74,15 @@ def loader() -> Loader:
 
 def test_override_loader_states_decides_what_a_checkpoint_holds() -> None:
     combined = CombinedLoader(loader(), "max_size_cycle")
-    assert _lightning.combining_mode(combined) == "max_size_cycle"
+    assert _lightning_data.combining_mode(combined) == "max_size_cycle"
     next(iter(combined))
-    assert _lightning.loader_states(combined) == [{"given": 1}]
+    assert _lightning_data.loader_states(combined) == [{"given": 1}]
     trainer = make_trainer()
     trainer.fit_loop._combined_loader = combined
-    _lightning.override_loader_states(combined, lambda: [{"given": 7}])
+    _lightning_data.override_loader_states(combined, lambda: [{"given": 7}])
     assert trainer.fit_loop.on_save_checkpoint()["combined_loader"] == [{"given": 7}]
-    assert _lightning.loader_states(combined) == [{"given": 1}]
-    _lightning.override_loader_states(combined, None)
+    assert _lightning_data.loader_states(combined) == [{"given": 1}]
+    _lightning_data.override_loader_states(combined, None)
     assert trainer.fit_loop.on_save_checkpoint()["combined_loader"] == [{"given": 1}]
 
 

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
@@ -53,12 +54,17 @@ class Checkpointing:
     """Saves and loads the checkpoints of one strategy; `begin` is called for each run."""
 
     def __init__(
-        self, options: CheckpointOptions, consensus: Consensus, writer_ranks: Consensus, module: LightningModule
+        self,
+        options: CheckpointOptions,
+        consensus: Consensus,
+        writer_ranks: Consensus,
+        module: LightningModule,
+        note_writing: Callable[[bool], None],
     ) -> None:
-        """writer_ranks: where a thread writes while training goes on, a consensus of its own."""
+        """writer_ranks: where a thread writes while training goes on, its own consensus. note_writing: as Saver's."""
         self.options = options
         self._ranks = consensus
-        self._saver = Saver(writer_ranks, options.async_save, options.writing_limit)
+        self._saver = Saver(writer_ranks, options.async_save, options.writing_limit, note_writing)
         self._module = module
         self._tables: SavedTables | None = None
         self._job: JobFit | None = None
@@ -86,6 +92,12 @@ class Checkpointing:
             self._ranks.all_or_none("setup", lambda: refuse_callbacks(module.trainer))
             if module.trainer.state.fn == TrainerFn.FITTING and module.trainer.checkpoint_callbacks:
                 prepare_hyperparameters(current_hyperparameters(module.trainer), self._warned)
+                # What it returns is known when it is called: a trial could change what the user's hook changes.
+                if is_overridden("on_save_checkpoint", module):
+                    rank_zero_info(
+                        f"What {type(module).__name__}.on_save_checkpoint adds to checkpoints must be of plain types: "
+                        "objects are an error when the first one is saved, unless checkpoint={'pickles': True} is set."
+                    )
         if self.options.async_save:
             announce_in_flight(module.trainer, self._saver)
         if (incremental := self.options.incremental) is not None and module.trainer.state.fn == TrainerFn.FITTING:
@@ -221,7 +233,7 @@ class Checkpointing:
                 "checkpoint={'start_from': path} in the strategy, and no ckpt_path."
             )
         if self._module.trainer.state.fn == TrainerFn.FITTING:
-            refuse_added_groups(self._module.trainer, checkpoint)
+            add_groups(self._module.trainer, checkpoint)
             self._ranks.all_or_none("loading a checkpoint", lambda: self._resume(path, loaded))
         return checkpoint
 
@@ -325,16 +337,24 @@ def current_hyperparameters(trainer: Trainer) -> dict[str, Any]:
     return {source.CHECKPOINT_HYPER_PARAMS_KEY: source.hparams for source in sources}
 
 
-def refuse_added_groups(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
-    """Raise CheckpointError: a BaseFinetuning callback had added param groups, and would leave them frozen."""
+def add_groups(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
+    """Unfreeze what a BaseFinetuning callback had unfrozen, and add its param groups.
+
+    Raises CheckpointError: their parameters are not known, or not there.
+    """
     if not any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         return
+    parameters = dict(trainer.lightning_module.named_parameters(remove_duplicate=False))
     for number, (optimizer, state) in enumerate(zip(trainer.optimizers, checkpoint["optimizer_states"], strict=False)):
-        if (saved := len(state["param_groups"])) > (groups := len(optimizer.param_groups)):
-            raise CheckpointError(
-                f"optimizer {number} has {groups} param group(s), and the checkpoint's had {saved}: a BaseFinetuning "
-                f"callback has added some, and would unfreeze nothing now. Return as many, {START}"
-            )
+        groups, saved = len(optimizer.param_groups), len(state["param_groups"])
+        for group in state["param_groups"][groups:]:
+            if not parameters.keys() >= set(group["params"]):
+                raise CheckpointError(
+                    f"optimizer {number} has {groups} param group(s), and the checkpoint's had {saved}: a "
+                    "BaseFinetuning callback has added some, and would unfreeze nothing now. Return as many, " + START
+                )
+            unfrozen = [parameters[name].requires_grad_() for name in group["params"]]
+            optimizer.add_param_group({**group, "params": unfrozen})
 
 
 def refuse_callbacks(trainer: Trainer) -> None:

@@ -50,7 +50,7 @@ def load_weights(
         # Never strict: tables and mappings are loaded already, and torch would report them as missing.
         missing, unexpected = module.load_state_dict(other_state, strict=False)
     except RuntimeError as error:
-        raise CheckpointError(f"the checkpoint does not fit the module: {error}") from None
+        raise CheckpointError(f"the checkpoint does not fit the module: {error}") from error
     # A table with several shards on this rank has a parameter for each, with a suffix.
     more_shards = tuple(f"{key}_" for key in keys)
     missing = [key for key in missing if key not in done and not key.startswith(more_shards)]

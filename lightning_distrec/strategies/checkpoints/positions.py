@@ -12,11 +12,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_distrec._compat.lightning_checkpoints import update_plateaus_of_this_epoch
+from lightning_distrec._compat.lightning_checkpoints import num_batches_stepped, update_plateaus_of_this_epoch
 from lightning_distrec._compat.lightning_data import (
-    begin_loaders_again,
     current_loader_states,
-    keep_states_of_loaders,
     reload_epochs,
     set_reload_epochs,
     watch_dataloader_hooks,
@@ -86,7 +84,7 @@ class HookDraws:
         self._environment, self._has_drawn = environment, environment != setup
         self._calls: dict[str, Any] = {}
         self._starts: dict[str, Any] = {}
-        """States before the last call of each hook, and after the one before training."""
+        """States before the last call of each hook, and after the one before training, and after the first batch."""
         self._saved: dict[str, Any] | None = None
         self._reload_epochs: Any = None
         self._has_begun = False
@@ -138,6 +136,15 @@ class HookDraws:
                 "others. Draw in setup, or from a torch.Generator of its own with a seed."
             )
 
+    def note_first_batch(self) -> None:
+        """Note the states after a batch is drawn ahead of on_train_start; a resumed run sets them as if it were."""
+        if self._has_begun:
+            return
+        if self._saved is None:
+            self._starts[FIRST_BATCH] = generator_states()
+        elif FIRST_BATCH in self._starts:
+            set_generator_states(self._starts[FIRST_BATCH])
+
     def _is_due(self, trainer: Trainer) -> bool:
         interval: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
         last = self._reload_epochs[1]
@@ -159,9 +166,12 @@ def update_in_resumed_epoch(trainer: Trainer) -> None:
         update_plateaus_of_this_epoch(trainer)
 
 
+FIRST_BATCH = "first batch"
 COUNTERS = ("ready", "started", "processed", "completed")
 POSITIONS = "distrec_positions"
 """Key of the loaders' positions in the fit loop's state. Stock Lightning, which could not use them, ignores it."""
+NUM_STEPPED = "distrec_num_batches_stepped"
+"""Key, there too, of the step that loggers get for the next batch."""
 
 
 class RankState(Protocol):
@@ -186,6 +196,10 @@ class Positions:
         self._rank_states: dict[str, RankState] = {}
         self._generators: Mapping[str, Any] | None = None
         """The state of the random generators in the checkpoint that the run resumes from."""
+        self.num_stepped: int | None = None
+        """The step that loggers get for the first batch of a run that resumes, until its training begins."""
+        self._is_resumed = False
+        """Whether the run resumes, and its training has not begun."""
         self._begins_at_an_end = False
         """Whether that checkpoint was saved after the last batch of an epoch and before its end."""
         self._begins_in_an_epoch = False
@@ -213,6 +227,7 @@ class Positions:
         state = checkpoint["loops"]["fit_loop"]["state_dict"]
         # Taken out: the state that is written is rank 0's, and each rank's loaders are elsewhere.
         loader_states: list[Any] = state.pop("combined_loader", [])
+        state[NUM_STEPPED] = num_batches_stepped(trainer) if self.num_stepped is None else self.num_stepped
         # After the fit batches in flight are gone, and the user's code may have drawn random numbers.
         last = self._last or self._now(trainer, loader_states)
         loader_states = last["loaders"]
@@ -223,8 +238,8 @@ class Positions:
 
     def _now(self, trainer: Trainer, loader_states: list[Any]) -> dict[str, Any]:
         states = {name: holder.state() for name, holder in self._rank_states.items()}
-        hooks = self.draws.state(trainer)
-        return {"loaders": loader_states, "generators": generator_states(), "hooks": hooks, **states}
+        hooks, generators = self.draws.state(trainer), self._generators or generator_states()
+        return {"loaders": loader_states, "generators": generators, "hooks": hooks, **states}
 
     def end(self, trainer: Trainer) -> None:
         """End the fit: checkpoints that are saved later hold what is the position now."""
@@ -242,7 +257,8 @@ class Positions:
 
     def restore(self, loaded: Loaded, num_accumulated: int = 1) -> None:
         """Let the run continue where the checkpoint was saved. num_accumulated: batches to an optimizer step."""
-        fit_loop = loaded.checkpoint["loops"]["fit_loop"]
+        fit_loop, self._is_resumed = loaded.checkpoint["loops"]["fit_loop"], True
+        self.num_stepped = fit_loop["state_dict"].pop(NUM_STEPPED, None)
         # Lightning loads "combined_loader"; what this rank alone has saved, below, goes before the shared positions.
         if shared := fit_loop["state_dict"].pop(POSITIONS, []):
             fit_loop["state_dict"]["combined_loader"] = shared
@@ -267,6 +283,11 @@ class Positions:
         self._begins_in_an_epoch = not is_last and is_unfinished and batches["current"]["ready"] > 0
         self._loader_states = list(fit_loop["state_dict"].get("combined_loader", []))
 
+    def begins_late(self) -> bool:
+        """Return whether nothing is drawn before `on_train_start`: only loaders of a position are where they go on."""
+        has_position = self._begins_in_an_epoch and any(is_stateful(loader) for loader in self._loaders)
+        return self._is_resumed and not has_position
+
     def on_train_start(self, trainer: Trainer) -> None:
         """Set the random generators, after all hooks, and Lightning's count of batches to the loaders' positions."""
         self._count_batches(trainer)
@@ -276,11 +297,7 @@ class Positions:
         self._loader_states = []
         if self._generators is not None:
             set_generator_states(self._generators)
-            if not (stateful and self._begins_in_an_epoch):
-                begin_loaders_again(trainer)
-        if stateful:
-            keep_states_of_loaders(trainer)
-        self._generators = None
+        self._generators, self._is_resumed, self.num_stepped = None, False, None
         self.draws.begin(trainer)
         if self._begins_at_an_end:
             self._begins_at_an_end = False

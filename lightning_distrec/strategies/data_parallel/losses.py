@@ -5,12 +5,14 @@ from functools import partial
 from typing import Any, Literal, NoReturn
 
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.utilities.rank_zero import rank_prefixed_message
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_distrec._compat.torch import is_ddp_sink
+from lightning_distrec.batches import named_leaves
 from lightning_distrec.errors import UnsupportedError
 from lightning_distrec.ranks import Ranks
 
@@ -35,6 +37,11 @@ class LossWeight:
         self._has_notified = False
         self._unequal: list[int] = []
         self._factor: float | None = None
+
+    @property
+    def warns_of_sizes(self) -> bool:
+        """Whether batches of unequal sizes need a warning: nothing was reported of them, nor are they meant."""
+        return self.counts_examples and not self._has_notified
 
     @property
     def counts_examples(self) -> bool:
@@ -98,6 +105,51 @@ class LossWeight:
                 "loss_reduction='rank_mean' if that is meant, or weight the loss yourself. This is reported once."
             )
         return reference[self._ranks.rank] / sum(reference) if agree else 1.0 / self._ranks.num_ranks
+
+
+class BatchSizes:
+    """Looks for batches of unequal sizes: in steps 1, 2, 4, 8 ..., and in the last one of each epoch.
+
+    notify: called once on every rank, with what that means where nothing weighs the ranks' losses.
+    """
+
+    def __init__(self, trainer: Trainer, ranks: Ranks, notify: Callable[[str], None]) -> None:
+        self._trainer, self._ranks, self._notify = trainer, ranks, notify
+        self._is_done, self._num_steps = ranks.num_ranks == 1, 0
+        self._last: list[int] = []
+        """The number of the last step whose batch was looked at, and the sizes of its tensors."""
+
+    def before_step(self, batch: Any) -> None:
+        """Collective in the steps after those."""
+        if self._is_done:
+            return
+        # Once the step has ended, in which lookups may have shown numbers of examples.
+        if self._is_due():
+            self.compare()
+        self._num_steps += 1
+        # Ranks may not know alike that a batch is the last one: all compare it when the epoch ends.
+        if self._is_due() or self._trainer.is_last_batch:
+            tensors = [leaf for _, leaf in named_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+            self._last = [self._num_steps, *map(len, tensors)]
+
+    def _is_due(self) -> bool:
+        return self._num_steps & (self._num_steps - 1) == 0
+
+    def compare(self) -> None:
+        """Collective. Compare the batch that was looked at last."""
+        if self._is_done or not self._num_steps:
+            return
+        steps, *sizes = zip(*self._ranks.all_gather(self._last), strict=False)
+        # Flat ids of bags are as many as there are, in batches of one size too: some tensor has a row per example.
+        if not sizes or len(set(steps)) > 1 or any(len(set(size)) == 1 for size in sizes):
+            return
+        self._is_done = True
+        self._notify(
+            f"the ranks' batches are of unequal sizes, {sizes[-1]} in step {steps[0]}, and no lookup shows numbers of "
+            "examples by which losses could be weighted. Gradients are the mean of the ranks' means, as under plain "
+            "DDP. For those of one process give each rank batches of one size (drop_last=True), or weight the loss "
+            "yourself. This is reported once."
+        )
 
 
 Lookups = Callable[[], list[list[Tensor]]]

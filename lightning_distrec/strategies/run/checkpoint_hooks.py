@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_distrec._compat.lightning_checkpoints import restore_before_fit_starts
+from lightning_distrec._compat.lightning_checkpoints import continue_steps, restore_before_fit_starts
 from lightning_distrec.checkpoint.plain_state import as_chunked
 from lightning_distrec.errors import ConfigError, DistRecError, ShardingError, did_you_mean
 from lightning_distrec.host_memory import free_host_bytes
@@ -69,6 +69,8 @@ class CheckpointHooks(DDPStrategy):
             run.note_parameters()
             run.undo.enter_context(checkpoints.positions.draws.watch(run.trainer))
             restore_before_fit_starts(run.trainer)
+            if checkpoints.positions.num_stepped is not None:
+                run.undo.enter_context(continue_steps(run.trainer, checkpoints.positions.num_stepped))
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -122,6 +124,14 @@ class CheckpointHooks(DDPStrategy):
             PROCESS.has_failed = True
             checkpoints.require_all_ranks(PROCESS.calls_outside.meet_after_failure)
         return {key: as_chunked(value) or value for key, value in super().lightning_module_state_dict().items()}
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        tensor = full_value(tensor)
+        # Lightning writes the mean of integers, of batch sizes for one, back to an integer, and so rounds it down.
+        if isinstance(tensor, Tensor) and reduce_op in ("mean", "avg") and not tensor.is_floating_point():
+            tensor = tensor / 1
+        return super().reduce(tensor, group, reduce_op)
 
     def full_state_dict(self) -> dict[str, Any]:
         """Collective. Return the module's state with full tables on the host of rank 0, also after fit has ended.

@@ -94,6 +94,11 @@ class ProcessRuns:
         self._start_run()
         return port
 
+    def note_writing(self, is_writing: bool) -> None:
+        """Note whether this rank writes a checkpoint in the background: it is not ended for another's failure then."""
+        if self.watchdog is not None:
+            self.watchdog.send(is_writing=is_writing)
+
     @contextmanager
     def run(self, trainer: Trainer | None, all_leave: Callable[[], bool], timeout_seconds: float) -> Iterator[None]:
         """Around a run of the trainer. all_leave: whether a SystemExit is one that all ranks have agreed on.

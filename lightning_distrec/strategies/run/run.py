@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -19,12 +21,18 @@ from lightning_distrec.optimizers.gradient_hooks import GradientHooks
 from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.strategies.checkpoints.checkpointing import Checkpointing
 from lightning_distrec.strategies.checkpoints.positions import fingerprint
-from lightning_distrec.strategies.data_parallel.losses import ADVICE, UnreachedLoss, reaches_a_parameter
+from lightning_distrec.strategies.data_parallel.losses import (
+    ADVICE,
+    BatchSizes,
+    UnreachedLoss,
+    reaches_a_parameter,
+)
 from lightning_distrec.strategies.data_parallel.replicated_layers import (
     BroadcastSkipper,
     NoBroadcasts,
     ReplicatedLayers,
 )
+from lightning_distrec.strategies.run.process_runs import PROCESS
 from lightning_distrec.strategies.run.rank_comparisons import LoggedKeys
 from lightning_distrec.strategies.run.replicated_state import ReplicatedState
 from lightning_distrec.strategies.run.stopping import StopHandler
@@ -58,7 +66,7 @@ def start_session(
     job = job_consensus(timeout_seconds)
     if earlier is None or earlier.consensus is not job.general:
         writers = job.writing_thread if options.async_save else job.general
-        checkpoints = Checkpointing(options, job.general, writers, module)
+        checkpoints = Checkpointing(options, job.general, writers, module, PROCESS.note_writing)
         # Gathered, not computed: torchrun's agents and Slurm steps may have unequal numbers of ranks.
         nodes = NodeLayout.gathered(job.general.all_gather(place))
         earlier = Session(consensus=job.general, step_consensus=job.steps, checkpoints=checkpoints, nodes=nodes)
@@ -118,19 +126,33 @@ class Run:
         """What compares param groups and replicated weights over the ranks."""
         return ReplicatedState(self)
 
+    @cached_property
+    def batch_sizes(self) -> BatchSizes:
+        """What looks for batches of unequal sizes."""
+        return BatchSizes(self.trainer, self.session.consensus, self.note_unequal_batches)
+
+    def note_unequal_batches(self, text: str) -> None:
+        """Warn of batches of unequal sizes, unless losses are weighted by them."""
+        rank_zero_warn(text)
+
     def note_parameters(self) -> None:
         """Note the parameters that are trained by all ranks together: after set-up, and after each wrapping in DDP."""
         self.replicated_state.trained.update(map(id, self.module.parameters()))
 
-    def before_step(self) -> None:
+    def before_step(self, batch: Any) -> None:
         """Collective at some steps. Begin a training step, and raise on every rank what has gone apart or failed."""
         self.session.checkpoints.before_step()
         self.buffers.before_step()
         self.logged_keys.before_step()
+        self.batch_sizes.before_step(batch)
         self.replicated_state.before_step()
 
     def before_epoch_ends(self) -> None:
-        """Collective. Raise RankError or OptimizerError where ranks have logged, or trained, apart."""
+        """Collective, before values are reduced over ranks. Compare what was not compared in steps.
+
+        Raises RankError or OptimizerError: ranks have logged, or trained, apart.
+        """
+        self.batch_sizes.compare()
         self.logged_keys.before_epoch_ends()
         self.replicated_state.compare_numbers()
 

@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_distrec._compat.lightning import stop_between_steps
+from lightning_distrec._compat.lightning import ignore_signal_after_run, stop_between_steps
 from lightning_distrec.cluster.consensus import CONTINUE, REQUEUE, STOP, Consensus, PendingMin
 from lightning_distrec.cluster.environment import SlurmRanks
 from lightning_distrec.cluster.slurm import requeue
@@ -69,6 +69,8 @@ class StopHandler:
             environment.auto_requeue = options.auto_requeue
             environment.requeue_signal = signal.Signals[options.requeue_signal]
         self._patches = stop_between_steps(trainer, self._record, self._leave)
+        if isinstance(environment, SlurmRanks) and options.auto_requeue:
+            self._patches.enter_context(ignore_signal_after_run(trainer, signal.Signals[options.requeue_signal]))
 
     def undo(self, has_failed: bool) -> None:
         """Restore Lightning's handlers. has_failed: the run has, or was stopped, so that its job's checkpoint stays."""

@@ -22,6 +22,7 @@ from lightning_distrec._compat import hide_upstream_deprecations
 from lightning_distrec._compat.jsonargparse import prefer_torchs_names
 from lightning_distrec._compat.lightning import call_overridden_hooks
 from lightning_distrec._compat.lightning_checkpoints import resume_from
+from lightning_distrec._compat.lightning_data import predict_few_examples, resume_loaders
 from lightning_distrec._compat.lightning_logging import before_values_are_reduced, log_at_less_python
 from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
 from lightning_distrec.cluster.environment import LaunchedRanks, local_world_size, publish_ranks
@@ -35,7 +36,7 @@ from lightning_distrec.strategies.checkpoints.checkpoint_io import refuse_checkp
 from lightning_distrec.strategies.checkpoints.resuming import FIT_NUMBERS, JobFit, Resuming, run_name
 from lightning_distrec.strategies.data_parallel.gradient_exchange import name_option
 from lightning_distrec.strategies.data_parallel.replicated_layers import refuse_local_lookups
-from lightning_distrec.strategies.run.checkpoint_hooks import CheckpointHooks, full_value
+from lightning_distrec.strategies.run.checkpoint_hooks import CheckpointHooks
 from lightning_distrec.strategies.run.launched_ranks import (
     check_trainer,
     connect_ranks,
@@ -242,6 +243,9 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         run.undo.callback(lambda: stopping.undo(run.has_failed))
         run.undo.enter_context(local_world_size(self.num_local_ranks))
         run.undo.enter_context(compare_first_batches(self) if run.is_fitting else join_predictions(trainer, self))
+        positions = session.checkpoints.positions
+        run.undo.enter_context(resume_loaders(trainer, positions.begins_late, positions.draws.note_first_batch))
+        run.undo.enter_context(predict_few_examples())
         run.undo.enter_context(call_overridden_hooks(trainer))
         run.undo.enter_context(log_at_less_python(trainer))
         run.undo.enter_context(before_values_are_reduced(trainer, run.before_epoch_ends))
@@ -256,10 +260,10 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         loader = even(dataloader, session.consensus, mode, rank_zero_warn, choose_repeats(trainer, self))
         return session.checkpoints.positions.keep(loader) if trainer.training else loader
 
-    def before_training_step(self) -> AnyRun:
+    def before_training_step(self, batch: Any) -> AnyRun:
         """Begin every training step. Raises as Run.before_step."""
         run = self.run
-        run.before_step()
+        run.before_step(batch)
         # Making DDP is collective: the user's code unfreezes on all ranks alike, or none could train.
         if any(parameter.requires_grad for parameter in run.frozen):
             self.configure_ddp()  # DDP ignores what was frozen for good: each rank would train weights of its own
@@ -279,7 +283,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        run = self.before_training_step()
+        run = self.before_training_step(args[0])
         with spans.span(spans.FORWARD), run.dense.step():
             return self.call_training_step(*args, **kwargs)
 
@@ -303,10 +307,6 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         with self.run.dense.optimizer_step(optimizer), spans.span(spans.OPTIMIZER):
             return super().optimizer_step(optimizer, *args, **kwargs)
-
-    @override
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().reduce(full_value(tensor), *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

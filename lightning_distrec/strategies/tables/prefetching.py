@@ -5,6 +5,7 @@ runs the user's step inside of `step`; the step calls a ShardedProxy, which asks
 up ahead, and else its ShardedLookup; the lookup reports arrived rows to `Prefetcher.rows_arrived`.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,9 +20,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_distrec._compat.lightning import call_transfer_hook, replace_fetchers, skip_transfer_hook_when
+from lightning_distrec._compat.patches import Patches
 from lightning_distrec._compat.torch import versions_of
 from lightning_distrec.cluster.consensus import Consensus
-from lightning_distrec.errors import ShardingError
+from lightning_distrec.errors import ConfigError, ShardingError
 from lightning_distrec.prefetch.batch_objects import BatchObjects
 from lightning_distrec.prefetch.even_batches import EndPolicy
 from lightning_distrec.prefetch.fetcher import PrefetchFetcher, ReadyBatch, Streams, move_jagged, pin
@@ -52,6 +54,22 @@ class RowChanges:
     """Counts what may have changed rows: optimizer steps and backward passes."""
 
     count: int = 0
+
+
+class RunsAhead:
+    """Mixed into a trainer's class while hooks prepare a later batch, for which its counters are not right yet."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "current_epoch":  # batches are drawn in their epoch
+            return self.__dict__["fit_loop"].epoch_progress.current.completed
+        # The watchdog's thread may ask how far the run is.
+        if name in ("global_step", "fit_loop") and threading.current_thread() is threading.main_thread():
+            raise ConfigError(
+                f"trainer.{name} is read in a hook that prepares a batch (on_before_batch_transfer, "
+                "transfer_batch_to_device, on_after_batch_transfer, sparse_inputs). It is called ahead of the batch's "
+                f"step, with an earlier {name}. Read it in the step, or set prefetch={{'depth': 1}}."
+            )
+        return super().__getattribute__(name)
 
 
 class PrefetchableTable:
@@ -145,8 +163,9 @@ class Prefetching:
         self._end = end
         self._changes = RowChanges()
         self._streams = Streams(strategy.root_device)
-        movers = (mover for mover in (module, trainer.datamodule) if mover is not None)  # type: ignore[attr-defined]
+        movers = [mover for mover in (module, trainer.datamodule) if mover is not None]  # type: ignore[attr-defined]
         self._moves_itself = any(is_overridden("transfer_batch_to_device", mover) for mover in movers)
+        self._ahead = type("Trainer", (RunsAhead, type(trainer)), {})
         self._fetchers: dict[str, PrefetchFetcher] = {}
         lookups = {lookup.path: lookup for lookup in tables.lookups}
         self._tables = {
@@ -214,7 +233,7 @@ class Prefetching:
         return self._fetchers[kind]
 
     def _make_ready(self, in_flight: InFlightBatch, batch: Any, dataloader_idx: int) -> None:
-        with self._streams.copying(batch):
+        with self._streams.copying(batch), self._ahead_of_step():
             batch = self._strategy.precision_plugin.convert_input(batch)
             batch = call_transfer_hook(self._module, batch, dataloader_idx)
             if self._streams.on_gpu:  # last: conversions and hooks return memory that is not pinned
@@ -228,6 +247,13 @@ class Prefetching:
         in_flight.copied = self._streams.copied(in_flight.roots)
         if self._learner.needs_objects(in_flight.kind):
             in_flight.objects = BatchObjects(in_flight.roots)
+
+    def _ahead_of_step(self) -> Patches:
+        """Return the context in which the user's hooks are called ahead of the step that they are for."""
+        patches, trainer = Patches(), self._module.trainer
+        if trainer.training:  # counters stay in an evaluation
+            patches.replace_class(trainer, self._ahead)
+        return patches
 
     def take(self, ready: ReadyBatch) -> Any:
         """Return the batch for its step, which begins now."""

@@ -1,5 +1,6 @@
 """Sharded tables that a finetuning callback unfreezes learn from then on, as in a plain loop."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 
 from tests.support.click_model import FEATURES, ClickModel, bag_configs, rank_loader, seeded
 from tests.support.plain_loop import OPTIMIZERS, USUAL, State, assert_equal, fit_with_each, global_batches, loss_of
-from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
 
 
@@ -78,6 +79,16 @@ def _backbone(strategy: dict[str, Any]) -> dict[str, tuple[State, list[float]]]:
     return actual
 
 
+def _resumed_backbone(path: str) -> State:
+    for max_epochs, ckpt_path in ((2, None), (4, path)):
+        model = seeded(WithBackbone, *OPTIMIZERS["Adam"])
+        callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_ratio_lr=0.3)
+        trainer = make_trainer({"sharding_types": ["row_wise"]}, max_epochs=max_epochs, callbacks=[callback])
+        trainer.fit(model, rank_loader(3, rank_and_num_ranks()[0]), ckpt_path=ckpt_path)
+        trainer.save_checkpoint(path)
+    return model.final_state
+
+
 def train_backbone(name: str) -> tuple[State, list[float]]:
     """Train the backbone from epoch 1 on, its rate doubled at every epoch until it is that of the rest."""
     model = seeded(WithBackbone, *OPTIMIZERS[name])
@@ -111,6 +122,12 @@ def finetuned() -> dict[str, Any]:
 @pytest.mark.parametrize("cut", ["row_wise", "table_wise"])
 def test_tables_that_a_finetuning_callback_unfreezes_learn_from_then_on(finetuned: dict[str, Any], cut: str) -> None:
     assert_equal(finetuned[cut], finetune_plain)
+
+
+def test_what_was_unfrozen_learns_on_in_a_resumed_run(tmp_path: Path) -> None:
+    actual = run_on_warm_ranks(_resumed_backbone, 2, str(tmp_path / "checkpoint.ckpt"))[0]
+    start = seeded(WithBackbone, *OPTIMIZERS["SGD"]).state_dict()
+    assert_equal({"Adam": actual}, lambda name: train_backbone(name)[0], start)
 
 
 @pytest.mark.parametrize("cut", ["row_wise", "table_wise"])

@@ -134,3 +134,13 @@ def test_shares_of_rows_validate_and_test_in_order(tmp_path: Path) -> None:
 def test_too_few_rows_for_the_ranks_are_an_error() -> None:
     with pytest.raises(DataError, match="3 rows are too few for 4 ranks"):
         RowSampler(RowOrder([3], shuffle=True, seed=1, buffer_rows=9), 4, 0, 1, 8)
+
+
+def test_a_position_saved_before_the_first_batch_of_a_resumed_run_is_where_that_began(tmp_path: Path) -> None:
+    batches = iter(first := data_in(tmp_path, batch_size=5).train_dataloader())
+    seen, state = rows_of([next(batches)]), first.state_dict()
+    for _ in range(2):  # as many batches are left as an epoch has
+        loader = data_in(tmp_path, batch_size=100).train_dataloader()
+        loader.load_state_dict(state)
+        state = loader.state_dict()
+    assert sorted(seen + rows_of(loader)) == list(range(ROWS))
