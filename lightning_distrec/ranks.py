@@ -16,8 +16,8 @@ class MinReduction(Protocol):
     def wait(self) -> list[int]:
         """Return the smallest of each number."""
 
-    def wait_up_to(self, seconds: float) -> None:
-        """Wait for the other ranks for at most `seconds`, whether they arrive or not."""
+    def wait_up_to(self, seconds: float) -> bool:
+        """Wait for the other ranks for at most `seconds`; return whether they have arrived."""
 
 
 class Ranks(Protocol):
@@ -37,9 +37,6 @@ class Ranks(Protocol):
 
     def all_gather(self, value: Any) -> list[Any]:
         """Collective. Return every rank's `value`, in rank order."""
-
-    def barrier(self, seconds: float) -> bool:
-        """Collective. Return whether all ranks arrive within `seconds`; if not, no other method may be called."""
 
     def all_or_none(self, activity: str, action: Callable[[], T]) -> T:
         """Collective. Run `action` on every rank and return its result; when it fails on one rank, all raise."""

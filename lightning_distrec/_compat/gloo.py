@@ -10,8 +10,9 @@ import contextlib
 import functools
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -115,10 +116,17 @@ class _Group:
         return exchange
 
 
-def receive_first(node_of_rank: Sequence[int]) -> Patches:
-    """Replace `all_to_all_single` with sizes, of CPU tensors over gloo, in groups of several nodes. The same bits.
+tables_dist: Any = ModuleType("torch.distributed")
+"""What tables exchange by: our modules, and torchrec's during a run over several nodes. These have another function in
+it, while the user's calls have torch's: that takes what no table sends, and its work can be polled."""
+vars(tables_dist).update(vars(dist))
 
-    node_of_rank: of all ranks. Within a node there is nothing to gain: its ranks wait for the cores, not for a link.
+
+def receive_first(node_of_rank: Sequence[int], modules: Iterable[ModuleType] = ()) -> Patches:
+    """Replace tables' `all_to_all_single` with sizes, of CPU tensors over gloo, in groups of several nodes.
+
+    The same bits. node_of_rank: of all ranks. modules: of torchrec, that call torch.distributed as `dist`.
+    Within a node there is nothing to gain: its ranks wait for the cores, not for a link.
     """
     original = dist.all_to_all_single
     groups: dict[Any, _Group | None] = {}
@@ -150,5 +158,7 @@ def receive_first(node_of_rank: Sequence[int]) -> Patches:
         return original(output, input, output_split_sizes, input_split_sizes, group=group, async_op=async_op)
 
     patches = Patches()
-    patches.replace(dist, "all_to_all_single", all_to_all_single)
+    patches.replace(tables_dist, "all_to_all_single", all_to_all_single)
+    for module in modules:
+        patches.replace(module, "dist", tables_dist)
     return patches

@@ -22,6 +22,7 @@ from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._pytree import register_pytree_node
 from torch.utils.hooks import RemovableHandle
 
+from lightning_distrec._compat.gloo import tables_dist
 from lightning_distrec._compat.patches import Patches
 
 
@@ -318,9 +319,9 @@ def watch_collectives(names: tuple[str, ...], on_call: Callable[[str, dict[str, 
     """
     # torch has no hook for this short of its profiler, which costs more than a step; can go when it has one.
     patches = Patches()
-    for name in names:
-        if hasattr(dist, name):
-            patches.replace(dist, name, _watched_collective(name, getattr(dist, name), on_call))
+    for target in (dist, tables_dist):
+        for name in vars(target).keys() & set(names):
+            patches.replace(target, name, _watched_collective(name, getattr(target, name), on_call))
     return patches
 
 

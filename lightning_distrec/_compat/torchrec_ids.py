@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torchrec.distributed import comm_ops, dist_data
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.dist_data import KJTAllToAll, KJTAllToAllTensorsAwaitable, SplitsAllToAllAwaitable
 from torchrec.distributed.embedding_sharding import (
@@ -27,6 +28,10 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.train_pipeline.runtime_forwards import KJTAllToAllForward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_distrec._compat.gloo import tables_dist
+
+EXCHANGING_MODULES = (comm_ops, dist_data)
+"""Those that call torch.distributed, by the name of `dist`, to exchange ids and rows."""
 _MAX_SPLITS = 4
 """Of lengths, ids, batch sizes and weights. Source: KeyedJaggedTensor.dist_splits."""
 MAX_PACKED_RANKS = 64
@@ -208,7 +213,9 @@ class _Exchange:
             rank_parts = list(zip(*map(attrgetter("received"), parts), strict=True))
             self._received_sizes, received_in_all = list(chain.from_iterable(rank_parts)), list(map(sum, rank_parts))
         self._received = sent.new_empty(sum(received_in_all))
-        self._work = dist.all_to_all_single(self._received, sent, received_in_all, sizes, group=group, async_op=True)
+        self._work = tables_dist.all_to_all_single(
+            self._received, sent, received_in_all, sizes, group=group, async_op=True
+        )
 
     def wait(self) -> None:
         """Wait for it, and give each part what has arrived, the first time it is called."""

@@ -4,7 +4,7 @@ Every rank calls the same method in the same order, so that no rank goes on alon
 of their own, so that they neither queue behind gradients nor make a GPU wait.
 """
 
-import contextlib
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning_distrec import errors
 from lightning_distrec._compat.gloo import one_socket_thread
 from lightning_distrec.cluster.plain_data import from_bytes, to_bytes
+from lightning_distrec.cluster.watchdog import find_location
 
 T = TypeVar("T")
 
@@ -75,23 +76,12 @@ class Consensus:
         self.flags.receive(*(min(flag) for flag in zip(*(values[-NUM_FLAGS:] for values in gathered), strict=True)))
         return [values[:-NUM_FLAGS] for values in gathered]
 
-    def all_gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any, activity: str = "") -> list[Any]:
         """Collective. Return every rank's `value`, in rank order: plain values, tensors and dataclasses of ours.
 
-        Raises RankError on every rank: one rank's value is none of these.
+        Raises RankError on every rank: one rank's value is none of these, or another rank is in `all_or_none`.
         """
-        return [value] if self.num_ranks == 1 else all_gather_plain(value, self._group)
-
-    def barrier(self, seconds: float) -> bool:
-        """Collective. Return whether all ranks arrive within `seconds`; the group must not be used again if not."""
-        if self.num_ranks == 1:
-            return True
-        work = dist.all_reduce(torch.zeros(1), group=self._group, async_op=True)
-        try:
-            work.wait(timedelta(seconds=seconds))
-        except RuntimeError:  # what gloo raises when time is up, or when a rank is gone
-            return False
-        return True
+        return [value] if self.num_ranks == 1 else all_gather_plain(value, self._group, activity)
 
     def all_or_none(self, activity: str, action: Callable[[], T]) -> T:
         """Collective. Run `action` on every rank and return its result; when it fails on one rank, all raise.
@@ -105,7 +95,7 @@ class Consensus:
         except Exception as error:
             failure = error
         # Also where nothing has failed: a rank does not know of the others.
-        reports = self.all_gather(None if failure is None else (type(failure).__name__, str(failure)))
+        reports = self.all_gather(None if failure is None else (type(failure).__name__, str(failure)), activity)
         if failure is not None:
             raise failure
         for rank, report in enumerate(reports):
@@ -122,10 +112,13 @@ FIRST_BYTES = 64
 LENGTH_BYTES = 8
 
 
-def all_gather_plain(value: Any, group: Any = None) -> list[Any]:
-    """Collective. Return every rank's `value`, in rank order. Raises as `Consensus.all_gather`. group: of gloo."""
+def all_gather_plain(value: Any, group: Any = None, activity: str = "") -> list[Any]:
+    """Collective. Return every rank's `value`, in rank order. Raises as `Consensus.all_gather`. group: of gloo.
+
+    activity: what it is for, alike on all ranks.
+    """
     try:
-        data = b"+" + to_bytes(value)
+        data = b"+" + to_bytes([activity, value])
     except TypeError as error:
         data = b"-" + str(error).encode()
     # Ranks do not know how long the others' values are. All send messages of one size first, and rests where one needs
@@ -141,7 +134,16 @@ def all_gather_plain(value: Any, group: Any = None) -> list[Any]:
     for rank, content in enumerate(contents):
         if not content.startswith(b"+"):
             raise errors.RankError(f"rank {rank}: {content[1:].decode(errors='replace')}")
-    return [from_bytes(content[1:]) for content in contents]
+    pairs = [from_bytes(content[1:]) for content in contents]
+    if any(other != activity for other, _ in pairs):
+        # All ranks come here: each has another activity than some rank.
+        places = all_gather_plain(find_location(traceback.walk_stack(None)), group)
+        lines = [f"rank {rank}: {place}" for rank, place in enumerate(places)]
+        raise errors.RankError(
+            "ranks exchange messages in different places:\n" + "\n".join(lines) + "\nProbably one of them has caught "
+            "an exception that all ranks raise, of a lookup or a collective, and has gone on. Do not catch it."
+        )
+    return [value for _, value in pairs]
 
 
 def _all_gather_bytes(data: bytes, size: int, num_ranks: int, group: Any) -> list[bytes]:
@@ -256,12 +258,14 @@ class PendingMin:
             self._flags.receive(*smallest[-NUM_FLAGS:])
         return self._result
 
-    def wait_up_to(self, seconds: float) -> None:
-        """Wait for the other ranks for at most `seconds`, whether they arrive or not."""
+    def wait_up_to(self, seconds: float) -> bool:
+        """Wait for the other ranks for at most `seconds`; return whether they have arrived. `wait` may follow."""
         if self._work is not None:
-            with contextlib.suppress(RuntimeError):  # what gloo raises when time is up, or when a rank is gone
+            try:
                 self._work.wait(timedelta(seconds=seconds))
-            self._work = None
+            except RuntimeError:  # what gloo raises when time is up, or when a rank is gone
+                return False
+        return True
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def in_step(environ: Mapping[str, str]) -> bool:
     """Whether srun started this process as a task of a step, and not as an interactive shell.
 
     A batch script that was submitted from inside of a step inherits that step's variables. Those that Slurm sets for
-    every process, in a step or not, then differ from them.
+    every process, in a step or not, then differ from them. Raises ConfigError: those of the nodes do not fit together.
     """
     needed = (*AS_THE_STEP.values(), "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_JOB_ID")
     if any(name not in environ for name in needed) or environ["SLURM_STEP_ID"] in NO_STEPS:
@@ -76,7 +76,13 @@ def in_step(environ: Mapping[str, str]) -> bool:
     if environ["SLURM_STEP_NUM_TASKS"] == "1" and "SLURM_PTY_PORT" in environ:
         return False  # probably srun --pty bash; for a single rank it makes no difference
     # A batch script has GTIDS of its own node's task alone, whatever it has inherited.
-    per_node, node = expand_counts(environ["SLURM_STEP_TASKS_PER_NODE"]), parse_number(environ, "SLURM_NODEID")
+    tasks, nodelist = environ["SLURM_STEP_TASKS_PER_NODE"], environ["SLURM_STEP_NODELIST"]
+    per_node, node = expand_counts(tasks), parse_number(environ, "SLURM_NODEID")
+    if not node < len(per_node) == len(expand_hosts(nodelist)):
+        raise ConfigError(
+            f"SLURM_STEP_NODELIST={nodelist}, SLURM_STEP_TASKS_PER_NODE={tasks} and SLURM_NODEID={node} (from 0) are "
+            "not of one step's nodes. Start the ranks with srun, and leave the variables as it sets them."
+        )
     return "SLURM_GTIDS" not in environ or len(environ["SLURM_GTIDS"].split(",")) == per_node[node]
 
 

@@ -38,7 +38,8 @@ class BatchStatus:
     A negative minimum: a rank has sent UNREADY or REFUSED."""
     failure: int = NO_FAILURE
     weights: int = 0
-    """A number for which weights that followed their ids in the running step need a gradient."""
+    """A number for which weights that followed their ids in the running step need a gradient; negative: for the
+    lookup whose call differs on this rank."""
     weights_are_alike: bool = True
     """Whether that is one number on all ranks, as received."""
     counts: tuple[tuple[int, ...], ...] = ()
@@ -91,10 +92,16 @@ class ControlMessage:
             )
         return self._agreed
 
-    def wait_up_to(self, seconds: float) -> None:
-        """Wait for the other ranks for at most `seconds`, whether they arrive or not."""
-        if self._reduction is not None:
-            self._reduction.wait_up_to(seconds)
+    def wait_up_to(self, seconds: float) -> bool:
+        """Wait for the other ranks for at most `seconds`; return whether they have arrived."""
+        return self._reduction is None or self._reduction.wait_up_to(seconds)
+
+    def all_differ(self) -> bool:
+        """Return whether a call differs on all ranks, and the same one. Waits for at most COMPARISON_SECONDS."""
+        if not self.wait_up_to(COMPARISON_SECONDS):
+            return False
+        status = self.read()
+        return status.weights < 0 and status.weights_are_alike
 
     def rank_of_differing_call(self) -> int | None:
         """Return a rank on which a call differs, alike on all ranks; None: on none. Raises RankError: a rank failed."""
@@ -106,6 +113,8 @@ class ControlMessage:
         raise RankError(f"rank {failure} failed inside of its step; that rank's own message says why.")
 
 
+COMPARISON_SECONDS = 30.0
+"""How long a rank whose call differs waits for the others, which may wait for it meanwhile."""
 NOTICE_SECONDS = 30.0
 """How long a rank waits for the others to gather what differs; one may have failed in its step after all."""
 
@@ -238,6 +247,6 @@ class DifferingCalls:
         self.is_reported = True
         # A rank that failed in the meantime does not come: the others raise all the same, with less to say.
         text = "a call differs from what was prefetched; that rank's own message says which"
-        if self._ranks.barrier(NOTICE_SECONDS):
+        if self._ranks.start_all_reduce_min().wait_up_to(NOTICE_SECONDS):
             text = self._ranks.all_gather(None if self.failure is None else str(self.failure))[rank]
         raise self.failure or ProvenanceError(f"rank {rank}: {text}")

@@ -244,16 +244,23 @@ class InFlightBatch:
         self.exchange = self.prefetched = None
 
 
-def _describe_difference(call: PrefetchedCall) -> str:
-    advice = "Make what you look up in a method sparse_inputs(batch) of the module, or set prefetch="
+def cause_of_difference(call: PrefetchedCall) -> str:
+    """Return why a step may call a table with something else than what was prefetched."""
     if isinstance(call, ComputedCall):
         return (
-            f"'{call.path}' is called with another input than its operations computed ahead of the step; its ids "
-            "have been sent. Something that it depends on has changed since the first steps. "
-            f"{advice}{{'computed_ids': False}} to look up what the step computes as it is called."
+            "another input than its operations computed ahead of the step; something that they depend on has changed "
+            "since the first steps"
         )
     return (
-        f"'{call.path}' is called with an input that is not the part of the batch it was called with in the first "
-        "step, or that was written to in place since the batch was fetched; its ids have already been sent. "
-        f"{advice}{{'depth': 1}} to look tables up as they are called."
+        "an input that is not the part of the batch it was called with in the first step, or that was written to in "
+        "place since the batch was fetched"
+    )
+
+
+def _describe_difference(call: PrefetchedCall) -> str:
+    option = "{'computed_ids': False}" if isinstance(call, ComputedCall) else "{'depth': 1}"
+    return (
+        f"'{call.path}' is called with {cause_of_difference(call)}; its ids have already been sent, and other ranks "
+        "call it as before. Make what you look up in a method sparse_inputs(batch) of the module, or set "
+        f"prefetch={option} to look it up as it is called."
     )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_distrec import spans
-from lightning_distrec.errors import ConfigError
+from lightning_distrec.errors import ConfigError, ProvenanceError
 from lightning_distrec.option_values import plain_fields
 from lightning_distrec.prefetch.control_message import (
     DIFFERING_CALL,
@@ -27,7 +27,7 @@ from lightning_distrec.prefetch.control_message import (
     WeightedCall,
     number_weights,
 )
-from lightning_distrec.prefetch.in_flight_batch import InFlightBatch
+from lightning_distrec.prefetch.in_flight_batch import InFlightBatch, PrefetchedLookup, cause_of_difference
 from lightning_distrec.prefetch.step_calls import Learner, LookupCounts
 from lightning_distrec.ranks import Ranks
 from lightning_distrec.recorded_step import LIBRARY_OPERATIONS
@@ -179,7 +179,8 @@ class Prefetcher:
     def take(self, path: str, arguments: tuple[Any, ...]) -> Any:
         """Collective. Return what was looked up for a call of the module at `path`, or None: it was not prefetched.
 
-        Where it was prefetched with other arguments: zeros. All ranks raise ProvenanceError later in the step.
+        Where it was prefetched with other arguments: None too, if the same call differs on all ranks. Else zeros, and
+        all ranks raise ProvenanceError later in the step.
         """
         step = self._step
         if step is None or not step.takes_prefetched:
@@ -197,7 +198,7 @@ class Prefetcher:
         if not differing.late.is_empty:
             differing.check_late()
         lookup, difference = current.find(path, arguments, differing.late.add)
-        if lookup is None:
+        if lookup is None or (difference is not None and self._abandon_call(step, lookup)):
             return None
         # Also where the call differs: the other ranks take part in this lookup, and wait for this rank's rows.
         looked_up, was_early = lookup.take(arguments if difference is None else None)
@@ -209,12 +210,31 @@ class Prefetcher:
             self._late.add((current.kind, (current.prefetched or []).index(lookup)))
         if difference is not None:
             looked_up = differing.note(difference, lambda: lookup.table.zeros(arguments, looked_up))
-        if not current.waiting:
+        if not current.waiting and step.message is None:
             # After the last step of an epoch no call would read the comparison.
             if not step.following and not differing.late.is_empty:
                 differing.check_late(wait=True)
             self._send_message(step)
         return looked_up
+
+    def _abandon_call(self, step: Step, lookup: PrefetchedLookup) -> bool:
+        """Collective. Return whether this call differs on all ranks: they make it, and what follows, as it is called.
+
+        The step's control message says so. A rank whose call does not differ sends it after its last lookup.
+        """
+        current = step.batch
+        if step.message is not None:  # a call before this one has differed on this rank alone
+            return False
+        # Before that, other ranks may wait for this rank's rows.
+        if self._tables[lookup.call.path].early and not (lookup.is_looked_up or lookup.waits_for_weights):
+            lookup.look_up()
+        place = (current.prefetched or []).index(lookup)
+        if not self._send_message(step, DIFFERING_CALL + self.ranks.rank, -1 - place).all_differ():
+            return False
+        self._learner.abandon(current.kind, lookup.call, cause_of_difference(lookup.call))
+        # As in a step of which nothing was prefetched: its end sends another message.
+        step.message, current.prefetched = None, []
+        return True
 
     def rows_arrived(self, request: Any) -> None:
         """Note that the rows of a lookup are here; after the last one, send the next batch's ids over the free link."""
@@ -258,29 +278,34 @@ class Prefetcher:
         if not has_backward:
             self._read_message(step, message)
 
-    def abandon(self) -> None:
+    def abandon(self, failure: Exception) -> None:
         """Take part in the lookups that the other ranks still make, and report that the step failed on this rank."""
         step, self._step = self._step, None
         if step is None:
             return
         self.failed = True
         if not step.batch.is_complete:
-            return  # the others are, or will be, in a collective that this rank does not reach
+            # The others are, or will be, in a collective that this rank does not reach. Not so where all ranks raise in
+            # a lookup that a call differs: on that rank the message has been sent.
+            if isinstance(failure, ProvenanceError) and step.message is None:
+                self._send_message(step, self.ranks.rank)
+            return
         with suppress(Exception):  # the failure that is being raised is the one to see
+            for lookup in step.batch.waiting:
+                lookup.take()
             if step.message is None:
-                for lookup in step.batch.waiting:
-                    lookup.take()
                 step.send_following()  # as the others do: another fit may follow
                 self._send_message(step, self.ranks.rank).wait_up_to(FAILURE_NOTICE_SECONDS)
             elif self.differing.failure is not None and not self.differing.is_reported:
                 self._read_message(step, step.message)  # the others, who read it, gather what differs
 
-    def _send_message(self, step: Step, failure: int = NO_FAILURE) -> ControlMessage:
+    def _send_message(self, step: Step, failure: int = NO_FAILURE, weights: int = 0) -> ControlMessage:
         """Collective. Send the step's control message, with the status of the first batch that was not announced."""
         if failure == NO_FAILURE and self.differing.failure is not None:
             failure = DIFFERING_CALL + self.ranks.rank
         batch = next((batch for batch in step.following if not batch.is_announced), None)
-        weights = number_weights(step.weighted_calls) if step.weighted_calls else 0
+        if step.weighted_calls and not weights:
+            weights = number_weights(step.weighted_calls)
         step.message = message = self._message_about(batch, failure, weights)
         if batch is not None:
             batch.announce(message)

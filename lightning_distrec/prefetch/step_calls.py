@@ -301,6 +301,15 @@ class Learner:
                 "its input in a method sparse_inputs(batch) of the module."
             )
 
+    def abandon(self, kind: str, differing: PrefetchedCall, difference: str) -> None:
+        """Look up a table as it is called from now on: on all ranks this call has differed from what was prefetched."""
+        calls = self.calls[kind].calls
+        if differing in calls:  # batches that were prepared before still have it
+            refused = ComputedCall(differing.path, 0)
+            refused.refused, refused.is_reported = difference, True
+            calls[calls.index(differing)] = refused
+            self._report(kind, {refused.path: f"from now on, since the step has called it with {difference}"})
+
     def report_unlike(self, batch: "InFlightBatch") -> None:
         """Report, for the first of them, that a batch could not be prepared on this rank."""
         if batch.batch is not None and not self._has_reported_unlike:

@@ -18,6 +18,7 @@ from lightning_distrec import gpu
 from lightning_distrec._compat.gloo import receive_first
 from lightning_distrec._compat.lightning import move_optimizers_to_device, wrapped_optimizers
 from lightning_distrec._compat.torch import broadcast_module_states, ignore_in_ddp, leave_optimizers_in_backward
+from lightning_distrec._compat.torchrec_ids import EXCHANGING_MODULES
 from lightning_distrec._compat.torchrec_modules import replace_train_pipelines, skip_idle_record_functions
 from lightning_distrec.errors import ConfigError, UnsupportedError
 from lightning_distrec.kept_parameters import kept_up
@@ -164,7 +165,7 @@ class TorchRecRun(Run):
             gc.collect()
         if nodes.num_nodes > 1:
             # Before planning, which measures what links carry in this form.
-            self.undo.enter_context(receive_first(nodes.node_of_rank))
+            self.undo.enter_context(receive_first(nodes.node_of_rank, EXCHANGING_MODULES))
         checkpoints, consensus = self.session.checkpoints, self.session.consensus
         refuse_with_checkpoints(settings.groups, checkpoints.options)
         tables = set_up_tables(

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_distrec._compat.gloo import tables_dist
+from lightning_distrec._compat.patches import Patches
+
 
 class Exchanges:
     """How many all-to-alls were started."""
@@ -47,8 +50,7 @@ def every_exchange_takes(milliseconds: float) -> Iterator[Exchanges]:
         late = _Late(original(*args, async_op=True, **options), time.perf_counter() + milliseconds / 1000)
         return late if async_op else late.wait()
 
-    dist.all_to_all_single = all_to_all_single
-    try:
+    with Patches() as patches:
+        for target in (dist, tables_dist):
+            patches.replace(target, "all_to_all_single", all_to_all_single)
         yield exchanges
-    finally:
-        dist.all_to_all_single = original

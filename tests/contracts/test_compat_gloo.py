@@ -32,7 +32,7 @@ def _exchange(seed: int, **options: Any) -> tuple[Tensor, Any]:
     sent = torch.randint(-1000, 1000, (sum(sizes[rank]), 4), generator=generator).to(DTYPES[seed % 3])
     received = [row[rank] for row in sizes]
     output = sent.new_empty(sum(received), 4)
-    return output, dist.all_to_all_single(output, sent, received, sizes[rank], **options)
+    return output, gloo.tables_dist.all_to_all_single(output, sent, received, sizes[rank], **options)
 
 
 def _meet() -> None:
@@ -77,7 +77,14 @@ def _compare(runs_at_once: bool) -> tuple[list[Tensor], list[Tensor], int]:
     with _counted_calls() as calls, gloo.receive_first((0, 1, 1)):
         actual = _all(runs_at_once)
         # Without sizes it is torch's own.
-        dist.all_to_all_single(torch.empty(NUM_RANKS), torch.ones(NUM_RANKS))
+        gloo.tables_dist.all_to_all_single(torch.empty(NUM_RANKS), torch.ones(NUM_RANKS))
+        # As are the user's: a rank may omit its sizes, and poll.
+        sent, received, sizes = torch.arange(2.0 * NUM_RANKS), torch.empty(2 * NUM_RANKS), [2] * NUM_RANKS
+        work = dist.all_to_all_single(received, sent, *([] if dist.get_rank() else [sizes, sizes]), async_op=True)
+        deadline = time.monotonic() + 20
+        while not work.is_completed():
+            assert time.monotonic() < deadline
+        assert torch.equal(received, sent[2 * dist.get_rank() :][:2].repeat(NUM_RANKS))
     return expected, actual, len(calls)
 
 
@@ -127,7 +134,7 @@ def results() -> list[dict[str, Any]]:
 def test_exchanges_between_nodes_have_the_bits_of_torchs_own(name: str, results: list[dict[str, Any]]) -> None:
     for result in results:
         expected, actual, calls = result[name]
-        assert calls == 1
+        assert calls == 2
         assert len(expected) == len(actual) == 12
         assert all(torch.equal(*pair) for pair in zip(expected, actual, strict=True))
         assert any(len(output) > 700 for output in actual)

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
+from lightning_distrec.prefetch import control_message
 from tests.support.embedding_models import whole_state
 from tests.support.ranks import rank_and_num_ranks
 from tests.support.trainers import make_trainer
@@ -453,6 +455,26 @@ def schedule_after(m: Any, b: Any) -> Rows:
 SHAPES["schedule_after"] = ShapeOfStep(schedule_after, plain, None, 1)
 
 
+def in_turns(m: Any, b: Any) -> Rows:
+    """Look up one part of the batch and another one in turns."""
+    m.count += 1
+    return [m.t(b["a" if m.count % 2 else "b"])]
+
+
+SHAPES["in_turns"] = ShapeOfStep(in_turns, plain, None, 1)
+
+
+def rewritten_buffer(m: Any, b: Any) -> Rows:
+    """Look up through a buffer that is rewritten after the trial."""
+    m.count += 1
+    if m.count == 7:
+        m.item_to_category.copy_(m.item_to_category.flip(0))
+    return [m.t(m.item_to_category[b["x"] % 100])]
+
+
+SHAPES["rewritten_buffer"] = ShapeOfStep(rewritten_buffer, plain, None, 1)
+
+
 def schedule_on_rank_1(m: Any, b: Any) -> Rows:
     """Change after the trial, on one rank."""
     m.count += 1
@@ -550,5 +572,6 @@ def fit_at_both_depths(names: Sequence[str], options: dict[str, Any]) -> tuple[F
 
 
 def fit_each(groups: Sequence[Sequence[str]]) -> list[Fitted]:
-    """Train each of these lists of shapes on this rank."""
-    return [fit(names) for names in groups]
+    """Train each of these lists of shapes on this rank, which waits a second for ranks that do not differ."""
+    with patch.object(control_message, "COMPARISON_SECONDS", 1.0):
+        return [fit(names) for names in groups]

@@ -1,5 +1,7 @@
 """Fits under each strategy in one process, which prints what they change in upstream's classes and modules meanwhile.
 
+The two ranks are each one of a node. Those fits that fail have a callback that counts exchanges.
+
 torchrun --nproc-per-node 2 -m tests.support.patched_fits
 """
 
@@ -46,7 +48,7 @@ class Attributes:
                 # torch wraps an optimizer's step when the first one is made.
                 own_part = {n: inspect.unwrap(v) if n == "step" else v for n, v in vars(value).items()}
                 self.values |= {f"{name}.{key}.{n}": v for n, v in own_part.items() if _is_code(v)}
-            if callable(value):
+            if callable(value) or key == "dist":
                 self.values[f"{name}.{key}"] = value
 
     def changes(self, later: "Attributes") -> list[str]:
@@ -81,6 +83,8 @@ def _is_ours(value: Any) -> bool:
 
 def main() -> None:
     """Fit under each strategy, well and with an exception, and print what has changed when."""
+    rank = os.environ["RANK"]
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=rank, GROUP_WORLD_SIZE="2")
     for name in LOADED_FIRST:
         importlib.import_module(name)
     initial = Attributes()
@@ -93,7 +97,7 @@ def main() -> None:
     for name, options in STRATEGIES.items():
         for fails in (False, True):
             result[f"{name}{', fails' if fails else ''}"] = _fit(package, name, options, fails, initial, loaded)
-    if os.environ["RANK"] == "0":
+    if rank == "0":
         print(f"{RESULT}{json.dumps(result)}", flush=True)
 
 
@@ -128,8 +132,8 @@ def _fit(
     strategies = (getattr(package, public_name) for public_name in package.__all__)
     strategy = next(value for value in strategies if getattr(value, "strategy_name", "") == name)
     trainer = pl.Trainer(
-        strategy=strategy(**options), accelerator="cpu", devices=2, max_steps=3, logger=False,
-        callbacks=[package.Communication()], enable_checkpointing=False, enable_progress_bar=False,
+        strategy=strategy(**options), accelerator="cpu", devices=1, num_nodes=2, max_steps=3, logger=False,
+        callbacks=[package.Communication()] if fails else [], enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
     )  # fmt: skip
     data = DataLoader(torch.arange(48).reshape(12, 4) % 64, batch_size=4)

@@ -673,12 +673,12 @@ class GoesWrong(Recommender):
         return (rows * other).mean(1)
 
 
-def go_wrong(fault: str, ranks: tuple[int, ...], rows: str, depth: int = 3) -> tuple[str, str, float, int]:
+def go_wrong(fault: str, ranks: tuple[int, ...], rows: str) -> tuple[str, str, float, int]:
     """Train a model that goes wrong; returns what was raised, after how many seconds, in which step."""
     model = GoesWrong()
     model.fault, model.ranks = fault, ranks
     batches = [draw(step, rank_of_this(), size=6) for step in range(STEPS)]
-    options = {"convert_embeddings": "all", "sharding_types": [rows], "prefetch": {"depth": depth}}
+    options = {"convert_embeddings": "all", "sharding_types": [rows]}
     begin = time.perf_counter()
     try:
         make_trainer(options).fit(model, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]

@@ -13,10 +13,10 @@ from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_distrec import spans
+from lightning_distrec._compat.gloo import tables_dist
 from lightning_distrec._compat.torchrec_ids import FusedSplits, defer_ids_exchange, record_stream, weight_routes
 from lightning_distrec.sharding.lookup.request import LookupRequest
 from lightning_distrec.sharding.lookup.short_path import ShortIds
@@ -150,7 +150,7 @@ class ShortExchange(_Exchange):
             self._sizes = list(chain.from_iterable(per_rank))
             self._sent = _join_by_rank(numbers, sent)
             self._received = self._sent.new_empty(sum(self._sizes))
-            self._work = dist.all_to_all_single(
+            self._work = tables_dist.all_to_all_single(
                 self._received,
                 self._sent,
                 list(map(sum, per_rank)),

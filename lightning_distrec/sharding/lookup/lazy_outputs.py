@@ -179,6 +179,11 @@ class LazyKeyedTensor(KeyedTensor):
         column: Tensor = self.output.get().columns[key]
         return column
 
+    def wait(self) -> KeyedTensor:
+        """Wait for the rows; returns this, as the outputs of torchrec's sharded modules do."""
+        self.output.get()
+        return self
+
     def to_dict(self) -> dict[str, Tensor]:
         """Return the embeddings by key."""
         return dict(self.output.get().columns)
@@ -217,6 +222,11 @@ class LazyJaggedTensor(JaggedTensor):
         self.__class__ = JaggedTensor  # type: ignore[assignment]
         self.__dict__.clear()
         self.__dict__.update(vars(rows))
+
+    def wait(self) -> JaggedTensor:
+        """Wait for the rows; returns this."""
+        self.materialize()
+        return self
 
 
 def _access_field(name: str) -> property:

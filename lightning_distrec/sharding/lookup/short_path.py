@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_distrec import gpu
+from lightning_distrec._compat.gloo import tables_dist
 from lightning_distrec._compat.torchrec_ids import MAX_PACKED_RANKS, PooledSharding, pooled_sharding
 
 Kernel = Callable[[Tensor, Tensor], Tensor]
@@ -170,7 +171,7 @@ class RowsExchange:
             )
         else:
             self._buffer = rows.new_empty(sum(self._per_holder))
-            self._work = dist.all_to_all_single(
+            self._work = tables_dist.all_to_all_single(
                 self._buffer, rows.view(-1), self._per_holder, self._per_rank, self._group, async_op=True
             )
         self._sent = rows  # until it has been sent
@@ -209,7 +210,7 @@ class RowsExchange:
                     async_op=True,
                 )
             else:
-                self._work = dist.all_to_all_single(
+                self._work = tables_dist.all_to_all_single(
                     self._buffer.view(-1), sent, self._per_rank, self._per_holder, self._group, async_op=True
                 )
         self._sent = sent

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_distrec._compat.gloo import tables_dist
 from lightning_distrec._compat.torchrec_ids import WeightRoute
 from lightning_distrec._compat.torchrec_modules import lookups_of
 from lightning_distrec.errors import ShardingError
@@ -109,7 +110,7 @@ class _Exchanged(torch.autograd.Function):
 
 def _exchange(numbers: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
     arrived = numbers.new_empty(sum(received))
-    dist.all_to_all_single(arrived, numbers.contiguous(), received, sent, group)
+    tables_dist.all_to_all_single(arrived, numbers.contiguous(), received, sent, group)
     return arrived
 
 

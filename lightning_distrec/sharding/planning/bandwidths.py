@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torchrec.distributed.planner import constants
 
+from lightning_distrec._compat.gloo import tables_dist
 from lightning_distrec.errors import ConfigError, did_you_mean
 from lightning_distrec.option_values import as_options, plain_fields
 from lightning_distrec.ranks import Ranks
@@ -238,7 +238,7 @@ def _exchange(bytes_per_peer: int, peers: list[int], device: torch.device, ranks
     # kinds of links.
     sizes = [bytes_per_peer if rank in peers else 0 for rank in range(ranks.num_ranks)]
     sent = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
-    return partial(dist.all_to_all_single, torch.empty_like(sent), sent, sizes, sizes)
+    return partial(tables_dist.all_to_all_single, torch.empty_like(sent), sent, sizes, sizes)
 
 
 def _timed(exchange: Callable[[], object], device: torch.device, ranks: Ranks) -> float:

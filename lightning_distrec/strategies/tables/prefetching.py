@@ -272,7 +272,7 @@ class Prefetching:
             with self.prefetcher.recording():
                 yield
         except Exception as failure:
-            self.prefetcher.abandon()
+            self.prefetcher.abandon(failure)
             difference = self.prefetcher.differing.failure
             if difference not in (None, failure):  # the step went on with zeros
                 raise difference from failure

@@ -227,9 +227,7 @@ def test_the_steps_of_evaluation_have_inputs_of_their_own() -> None:
 
 BREAKS: dict[str, tuple[str, tuple[int, ...], str, str]] = {
     "another entry, one rank": ("another entry", (1,), "'table' is called with an input", "rank 1: 'table' is called"),
-    "another entry": ("another entry", (0, 1), "'table' is called with an input", ""),
     "written, one rank": ("written", (0,), "'table' is called with an input", "rank 0: 'table' is called"),
-    "written": ("written", (0, 1), "'table' is called with an input", ""),
     "fails before": ("fails before", (1,), "out of cheese", "rank 1 failed inside of its step"),
     "fails between": ("fails between", (0,), "out of cheese", "rank 0 failed inside of its step"),
     "another entry of the second": (
@@ -258,6 +256,7 @@ def test_all_ranks_are_notified_of_a_step_that_goes_wrong_on_one(name: str, rows
             assert message_elsewhere in message
 
 
-def test_another_entry_is_looked_up_without_look_ahead() -> None:
-    per_rank_results = run_on_ranks(models.go_wrong, 2, "another entry", (0, 1), "row_wise", 1)
-    assert [message for _, message, _, _ in per_rank_results] == ["nothing was raised"] * 2
+def test_what_differs_on_all_ranks_ends_no_run() -> None:
+    calls = {fault: (models.go_wrong, fault, (0, 1), "row_wise") for fault in ("another entry", "written")}
+    for results in run_each_on_ranks(calls, 2):
+        assert {(result[1], result[3]) for result in results.values()} == {("nothing was raised", STEPS - 1)}

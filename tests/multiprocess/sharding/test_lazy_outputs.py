@@ -36,9 +36,15 @@ USES: dict[str, Callable[[KeyedTensor], Tensor]] = {
     "said": lambda kt: (str(kt), repr(kt), kt.values())[2],
     "detached too": lambda kt: kt.values() + kt.values().detach(),
     "by position": lambda kt: kt.values()[:, kt.offset_per_key()[1] :],
+    "awaited": lambda kt: _awaited(kt).values(),
     "columns": lambda kt: kt.values().split(kt.length_per_key(), dim=1)[0],
 }
 """What user code does with bags; each returns what goes into a loss."""
+
+
+def _awaited(output: Any) -> Any:
+    """As the tutorials of torchrec do with the outputs of sharded modules; unsharded ones have no `wait`."""
+    return output.wait() if isinstance(output, (LazyKeyedTensor, LazyJaggedTensor)) else output
 
 
 def _seen(output: KeyedTensor) -> KeyedTensor:
@@ -166,7 +172,7 @@ class LooksAtRows(Sequences):
             "keys": list(rows),
             "untouched": all(type(item) is LazyJaggedTensor for item in rows.values()),
         }
-        lengths = rows["f"].lengths()
+        lengths = _awaited(rows["f"]).lengths()
         noted["lengths"] = torch.equal(lengths.long(), batch[0]["f"].lengths())
         noted["offsets"] = torch.equal(rows["g"].offsets().long(), batch[0]["g"].offsets())
         noted["touched"] = {type(item) for item in rows.values()}

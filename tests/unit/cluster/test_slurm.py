@@ -149,3 +149,16 @@ def test_counts_of_another_kind_are_reported() -> None:
 )
 def test_host_lists_are_expanded(nodelist: str, names: list[str]) -> None:
     assert expand_hosts(nodelist) == names
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"STEP_NODELIST": "node1", "NODELIST": "node1"}, r"SLURM_STEP_NODELIST=node1, SLURM_STEP_TASKS_PER_NODE=2,1 "),
+        ({"STEP_TASKS_PER_NODE": "3", "TASKS_PER_NODE": "3"}, r"LIST=node\[1-2\], SLURM_STEP_TASKS_PER_NODE=3 "),
+        ({"NODEID": 2}, r"SLURM_NODEID=2 .*srun"),
+    ],
+)
+def test_lists_of_nodes_that_do_not_fit_are_refused_with_their_values(changes: Variables, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_srun(_task(**changes))

@@ -1,0 +1,43 @@
+"""Ranks that are in different places, because one of them has caught what all raise, say so instead of mixing up."""
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_distrec.cluster.consensus import Consensus, RankFlags
+from lightning_distrec.errors import RankError
+from tests.support.ranks import rank_and_num_ranks, run_on_ranks
+
+
+def _fail() -> None:
+    raise ValueError("a bad file")
+
+
+def _swallow(activities: tuple[str, str]) -> tuple[str, list[Any]]:
+    """Let rank 0 go on with something else than rank 1; return what was raised, and what is gathered after it."""
+    rank, num_ranks = rank_and_num_ranks()
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    consensus = Consensus(20, RankFlags())
+    with pytest.raises((ValueError, RankError)):
+        consensus.all_or_none("setup", _fail if rank else lambda: None)
+    try:
+        if activity := activities[rank]:
+            consensus.all_or_none(activity, lambda: None)
+        else:
+            consensus.all_gather([("RankError", 2), 3])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", consensus.all_gather(rank)
+    return "", []
+
+
+@pytest.mark.parametrize("activities", [("", "setup"), ("loading a checkpoint", "setup")])
+def test_all_ranks_raise_one_error_that_says_where_each_is(activities: tuple[str, str]) -> None:
+    (first, gathered), (other, _) = run_on_ranks(_swallow, 2, activities)
+    assert first == other
+    assert first.startswith("RankError: ranks exchange messages in different places:\n")
+    lines = first.splitlines()[1:3]
+    assert [line.partition("test_ranks_apart.py:")[0] for line in lines] == ["rank 0: ", "rank 1: "]
+    assert (lines[0] == lines[1].replace("rank 1", "rank 0")) == bool(activities[0])
+    assert "Do not catch it" in first
+    assert gathered == [0, 1]
