@@ -10,10 +10,11 @@ import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.trainer.connectors import data_connector
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.nn.parallel.distributed import _DDPSink
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from lightning_distrec._compat import lightning as _lightning
 from lightning_distrec._compat import lightning_checkpoints as _checkpoints
@@ -106,6 +107,28 @@ def test_reload_epochs_are_where_lightning_keeps_them() -> None:
     _data.set_reload_epochs(trainer, [1, None])
     assert _data.reload_epochs(trainer)[0] == 1
     assert trainer.fit_loop._last_train_dl_reload_epoch == 1
+
+
+def test_num_batches_stepped_is_the_step_that_loggers_get_next() -> None:
+    model = Looks(_checkpoints.num_batches_stepped)
+    _fit(model, DataLoader(torch.ones(4, 32)), accumulate_grad_batches=2)
+    assert model.seen == [0, 1, 1, 2]
+
+
+def test_continue_steps_begins_with_the_step_that_it_gets() -> None:
+    model = Looks(_checkpoints.num_batches_stepped)
+    trainer = pl.Trainer(**NO_OUTPUT, max_epochs=1, accelerator="cpu", devices=1, limit_val_batches=0)
+    with _checkpoints.continue_steps(trainer, 7):
+        trainer.fit(model, DataLoader(torch.ones(2, 32)))
+    assert model.seen == [8, 9]
+
+
+def test_predict_few_examples_lets_a_rank_have_none() -> None:
+    few = SequentialSampler([1])
+    with pytest.raises(AssertionError):
+        data_connector.UnrepeatedDistributedSamplerWrapper(few, num_replicas=2, rank=1)
+    with _data.predict_few_examples():
+        assert list(data_connector.UnrepeatedDistributedSamplerWrapper(few, num_replicas=2, rank=1)) == []
 
 
 @pytest.mark.parametrize("is_late", [False, True])

@@ -7,6 +7,8 @@ import torchrec.optim
 from lightning.pytorch.cli import LightningCLI
 from torch import nn
 
+from lightning_distrec._compat import jsonargparse as _jsonargparse
+
 
 class Layer(pl.LightningModule):
     """One layer, whose optimizer the command line names."""
@@ -18,6 +20,7 @@ class Layer(pl.LightningModule):
 
 @pytest.mark.parametrize("name", ["Adam", "Adagrad", "SGD"])
 def test_prefer_torchs_names_takes_an_optimizer_by_its_name(name: str) -> None:
+    _jsonargparse.prefer_torchs_names()  # a second time changes nothing
     strategy = ["--trainer.strategy=lightning_distrec.TorchRecShardedStrategy", "--trainer.strategy.min_rows=100"]
     quiet = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.logger=false"]
     cli = LightningCLI(Layer, run=False, args=[f"--optimizer={name}", "--optimizer.lr=0.5", *strategy, *quiet])

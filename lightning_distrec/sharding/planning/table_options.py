@@ -311,7 +311,7 @@ class PlanningOptions:
     "measure". "measure" measures what neither this nor INTRA_NODE_BANDWIDTH and CROSS_NODE_BANDWIDTH say. None: those
     variables, or else torchrec's defaults."""
 
-    reserve: str | None = None
+    reserve: str | float | None = None
     """Memory of each rank that is not for tables: a percentage such as "15%", or a size such as "4GB". None:
     STORAGE_RESERVE_PERCENT, or else 15%, or what the layers without tables need where that is more."""
 

@@ -55,7 +55,7 @@ class Reservation:
 DEFAULT = Reservation(share=0.15, origin="default")
 
 
-def reservation_of(option: str | None, environment: Mapping[str, str]) -> Reservation:
+def reservation_of(option: str | float | None, environment: Mapping[str, str]) -> Reservation:
     """Return what the argument says ("15%", "4GB"), or STORAGE_RESERVE_PERCENT, or the default."""
     if option is not None:
         return _parse_reserve(option)
@@ -77,7 +77,7 @@ def reservation_of(option: str | None, environment: Mapping[str, str]) -> Reserv
     return Reservation(share=number / 100, origin=f"environment {VARIABLE}")
 
 
-def _parse_reserve(value: str) -> Reservation:
+def _parse_reserve(value: str | float) -> Reservation:
     option = f"planning.reserve={value!r}"
     hint = "Write a percentage such as '15%', or a size such as '4GB'."
     # A number without a unit may mean bytes, GB or percent.
