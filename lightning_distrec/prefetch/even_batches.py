@@ -60,6 +60,12 @@ def even(loader: Any, ranks: Ranks, mode: UnevenInputs, warn: Callable[[str], No
     return ShortenedLoader(loader, min(sizes))
 
 
+def _with_attributes(kind: type, attributes: dict[str, Any]) -> Any:
+    wrapper = object.__new__(kind)
+    vars(wrapper).update(attributes)
+    return wrapper
+
+
 class Wrapper:
     """A loader around another one, which has all other attributes: sampler, dataset, state for resuming."""
 
@@ -78,6 +84,10 @@ class Wrapper:
     def __class__(self) -> type[Any]:
         """The loader's, for isinstance in the user's hooks; `type` is the wrapper's."""
         return vars(self)["_loader"].__class__  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A pickle is refused where __class__ is not the class that it makes.
+        return _with_attributes, (type(self), vars(self))
 
     has_begun = False
     """Whether an iterator of `_begin_late` has begun."""

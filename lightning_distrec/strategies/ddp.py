@@ -12,7 +12,6 @@ from lightning_distrec.option_values import as_options
 from lightning_distrec.strategies.data_parallel.activations import (
     ActivationCheckpointing,
     CheckpointedLayers,
-    check_option,
 )
 from lightning_distrec.strategies.data_parallel.gradient_exchange import (
     CommDtype,
@@ -81,7 +80,6 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         if powersgd is not None and comm_dtype != "fp32":
             raise ConfigError(f"powersgd and comm_dtype={comm_dtype!r} both say how gradients are sent. Set one.")
         self._powersgd = None if powersgd is None else as_options("powersgd", PowerSGDOptions, powersgd)
-        check_option(activation_checkpointing)
         self.gradient_exchange = GradientExchange(
             bucket_cap_mb=bucket_cap_mb,
             comm_dtype=comm_dtype,

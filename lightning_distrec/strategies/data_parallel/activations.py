@@ -24,14 +24,6 @@ ActivationCheckpointing = bool | list[str]
 OPTION = "activation_checkpointing"
 
 
-def check_option(option: Any) -> None:
-    """Raise ConfigError: it is none of the values that `activation_checkpointing` takes."""
-    if not isinstance(option, (bool, list)):
-        raise ConfigError(
-            f"{OPTION}={option!r}: must be true, false, or a list of class names and of paths: [{option!r}]."
-        )
-
-
 def named_layers(module: nn.Module, names: Sequence[str], option: str) -> dict[str, nn.Module]:
     """Return path -> submodule of those whose path or class is named.
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_distrec.errors import ConfigError, UnsupportedError
 from lightning_distrec.option_values import plain_fields
-from lightning_distrec.strategies.data_parallel.activations import ActivationCheckpointing, check_option
+from lightning_distrec.strategies.data_parallel.activations import ActivationCheckpointing
 
 Replicas = int | Literal["nodes"]
 ReshardAfterForward = Literal["auto"] | bool
@@ -54,7 +54,6 @@ class FSDPOptions:
             raise ConfigError(f"min_num_parameters={self.min_num_parameters}: must be at least 1.")
         if self.replicas != "nodes" and self.replicas < 1:
             raise ConfigError(f"replicas={self.replicas!r}: must be 'nodes', or at least 1.")
-        check_option(self.activation_checkpointing)
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,10 @@ STEPS = 4
 COLLECTIONS = 2
 UNUSED = 8
 """Bytes a step of the place for the weights' sizes, which each exchange of sizes has, where there are no weights."""
-AGREED = COLLECTIONS * 6 * 8
-"""Bytes a step that are no ids. With each lookup every rank sends each other one six numbers: that its
+AGREED = COLLECTIONS * 8 * 8
+"""Bytes a step that are no ids. With each lookup every rank sends each other one eight numbers: that its
 ids are in range, how many examples it has, of which types they are, that nobody asked it to stop, that no buffer was
-written to, that it goes on."""
+written to, that it goes on, and a digest of its param groups with its negative."""
 
 FEATURES = {"a": (2, 16), "b": (3, 24), "c": (4, 32), "d": (1, 8)}
 """Feature -> ids per example, and rows of its tables: so many that the ids of a batch are each row once."""

@@ -180,5 +180,7 @@ def test_layers_that_cannot_recompute_are_refused(actual: list[dict[str, Any]], 
 
 def test_what_the_option_cannot_be() -> None:
     for strategy in (TunedDDPStrategy, TunedFSDPStrategy):
-        with pytest.raises(ConfigError, match=r"activation_checkpointing='Layer': must be .* a list .*\['Layer'\]"):
+        with pytest.raises(
+            ConfigError, match=r"checkpointing='Layer': must be true or false, or a list: write \['Layer'\]"
+        ):
             strategy(activation_checkpointing="Layer")

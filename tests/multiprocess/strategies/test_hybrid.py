@@ -174,7 +174,7 @@ def test_further_fits_accumulation_and_averages_are_those_of_dense_layers_under_
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"dense": "zero"}, "dense='zero' is not known. Use 'ddp' or 'fsdp'"),
+        ({"dense": "zero"}, "dense='zero' is not known. Use one of 'ddp', 'fsdp'"),
         ({"fsdp": {"wrap": []}}, "is for dense='fsdp', and dense is 'ddp'"),
         ({"dense": "fsdp", "fsdp": {"replicas": 0}}, "replicas=0: must be 'nodes', or at least 1"),
     ],

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_distrec import TorchRecShardedStrategy
 from lightning_distrec.errors import ConfigError, ShardingError
 from lightning_distrec.sharding.plain_embeddings import Conversion
 from lightning_distrec.sharding.planning.table_options import TableOptions, options_by_table
@@ -121,8 +122,8 @@ def test_an_unknown_path_is_reported_with_a_near_match_and_those_there_are() -> 
 
 @pytest.mark.parametrize("selected", ["every", "All", ""])
 def test_an_unknown_way_to_convert_is_reported(selected: str) -> None:
-    with pytest.raises(ConfigError, match="convert_embeddings=.*'auto', 'all', 'none' or a list"):
-        Conversion(selected)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="convert_embeddings='.*': must be 'auto', 'all', 'none', or a list"):
+        TorchRecShardedStrategy(convert_embeddings=selected)  # type: ignore[arg-type]
 
 
 def test_min_rows_must_be_above_zero() -> None:
