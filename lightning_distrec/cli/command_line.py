@@ -8,6 +8,7 @@ from argparse import ArgumentParser as PlainParser
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from typing import TYPE_CHECKING, Literal
 
 from lightning_distrec.errors import ConfigError, require
@@ -313,17 +314,17 @@ def run_completion(options: Namespace) -> int:
 
 def _full_parser() -> PlainParser:
     """Return one parser with all commands and options. It only lists them: each command parses its own."""
-    from lightning_distrec.cli.preflight import trainer_arguments
+    from lightning.pytorch import Trainer  # takes a second to load
 
     full = PlainParser(prog="lightning-distrec")
     full.add_argument("--version", action="store_true", help="Print versions.")
-    # Lightning's parsers take seconds to build; the names of the Trainer's arguments are enough here.
+    # Lightning's parsers take seconds to build.
     commands = full.add_subparsers()
     for name, text in LIGHTNING_COMMANDS.items():
         lightning_parser = commands.add_parser(name, help=text)
         for option in ("--config", "--print_config", "--ckpt_path", "--seed_everything", "--model", "--data"):
             lightning_parser.add_argument(option)
-        for option in trainer_arguments():
+        for option in signature(Trainer).parameters:
             lightning_parser.add_argument(f"--trainer.{option}")
     for name, command in COMMANDS.items():
         # Each parser has its own --help.

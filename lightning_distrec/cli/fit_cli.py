@@ -2,11 +2,10 @@
 
 import importlib.util
 import os
+import time
 import warnings
-from argparse import Namespace as PlainNamespace
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 import lightning_distrec
+from lightning_distrec._compat.jsonargparse import take_names_of_strategies
 from lightning_distrec._compat.lightning_checkpoints import reads_hyperparameters
 from lightning_distrec.callbacks.prediction_writer import PredictionWriter
 from lightning_distrec.checkpoint.contents import read_contents
-from lightning_distrec.cli.lightning_cli import OneBlockParser, one_sentence
+from lightning_distrec.cli.lightning_cli import CommandLineError, OneBlockParser
 from lightning_distrec.errors import (
     CheckpointError,
     ConfigError,
@@ -33,9 +33,10 @@ from lightning_distrec.errors import (
     did_you_mean,
     missing_package,
 )
-from lightning_distrec.registration import STRATEGIES, register, short_name
+from lightning_distrec.registration import STRATEGIES, class_path, register, short_name
 
 register()  # Trainers find strategies by name
+take_names_of_strategies(class_path)
 
 LOGGER_PACKAGES = {
     "TensorBoardLogger": ("tensorboard", "tensorboardX"),
@@ -47,21 +48,31 @@ LOGGER_PACKAGES = {
 """Lightning's loggers -> the packages of which they need one."""
 HELP = (
     "Options of a strategy or a callback: lightning-distrec {} --trainer.strategy.help "
-    "lightning_distrec.TorchRecShardedStrategy. predict has --out FILE.parquet and --columns NAMES, too. --debug shows "
-    "the traceback of an error."
+    "lightning_distrec.TorchRecShardedStrategy. --debug shows the traceback of an error."
 )
+CHECKPOINT_KEYWORDS = ("best", "last", "hpc", "registry")
+"""Values of ckpt_path that are no paths."""
+SMALLEST = {
+    **dict.fromkeys(("max_epochs", "max_steps", "num_sanity_val_steps"), -1),
+    **dict.fromkeys(("num_nodes", "accumulate_grad_batches", "check_val_every_n_epoch"), 1),
+    **dict.fromkeys(("min_epochs", "min_steps", "log_every_n_steps", "gradient_clip_val", "overfit_batches"), 0),
+}
+"""Arguments of the Trainer -> the smallest number that they can be; -1 is for all, or without end."""
+
+
+SECONDS_FOR_PRINTING = 30.0
+"""How long a rank whose command line is refused waits for the one of its node that prints the reason."""
 
 
 @reads_hyperparameters
 class FitCLI(LightningCLI):
     """Runs one of Lightning's commands; options can come from the environment too (PL_FIT__TRAINER__MAX_EPOCHS).
 
-    args: the command line, checked by preflight.py; without a command, all commands are parsed. options: those that the
-    console adds to Lightning's.
+    args: the command line; without a command, all commands are parsed.
     """
 
-    def __init__(self, args: Sequence[str], options: PlainNamespace) -> None:
-        self._args, self._options = list(args), options
+    def __init__(self, args: Sequence[str]) -> None:
+        self._args = list(args)
         # Of a run's own process: Lightning warns of arguments that are not those of sys.argv.
         warnings.filterwarnings("ignore", ".*LightningCLI's args parameter")
         super().__init__(
@@ -69,8 +80,8 @@ class FitCLI(LightningCLI):
             subclass_mode_data=True,
             # Lightning refuses to write its config twice into one folder; running a recipe twice must work.
             save_config_kwargs={"overwrite": True},
-            parser_kwargs={"default_env": True},
-            parser_class=partial(OneBlockParser, configs=options.configs, classes=options.classes),  # type: ignore[arg-type]
+            parser_kwargs={"default_env": True, "allow_abbrev": False},
+            parser_class=OneBlockParser,
             args=self._args,
         )
 
@@ -78,7 +89,7 @@ class FitCLI(LightningCLI):
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # Lightning calls it on the instance
         every = super().subcommands()
         # A parser takes as long for each command.
-        return {name: skipped for name, skipped in every.items() if name == self._args[0]} or every
+        return {name: skipped for name, skipped in every.items() if [name] == self._args[:1]} or every
 
     @override
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
@@ -86,10 +97,21 @@ class FitCLI(LightningCLI):
         parser.epilog = HELP.format(self._args[0] if self._args else "fit")
         return parser
 
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        if self._args[:1] == ["predict"]:
+            parser.add_argument("--out", type=str | None, help="Write the predictions to this file, *.parquet.")
+            parser.add_argument("--columns", type=str, default="", help="Columns of the batches to write, too: a,b.")
+
     def read_hyperparameters(self, checkpoint: Any) -> None:
         """Take what a checkpoint, a path or None, says of the module."""
         config = self.config[self.config.subcommand]
-        if not isinstance(checkpoint, str) or not Path(checkpoint).exists():
+        if not isinstance(checkpoint, str):
+            return
+        if not Path(checkpoint).exists():
+            # URLs have a colon, and so have names of a registry.
+            if ":" not in checkpoint and checkpoint not in CHECKPOINT_KEYWORDS:
+                raise CommandLineError(f"ckpt_path {checkpoint}: there is no such file or folder.")
             return
         try:
             stored = dict(read_contents(Path(checkpoint)).checkpoint.get("hyper_parameters") or {})
@@ -127,11 +149,14 @@ class FitCLI(LightningCLI):
         strategy = config.trainer.strategy
         names = [*StrategyRegistry.available_strategies(), "auto"]
         if isinstance(strategy, str) and strategy not in names:
-            raise ConfigError(
+            raise CommandLineError(
                 f"trainer.strategy: there is no strategy '{strategy}'{did_you_mean(strategy, names)} Those of "
                 f"lightning_distrec are {', '.join(STRATEGIES)}."
             )
-        if self._options.out is not None:
+        _check_numbers(config.trainer)
+        if config.get("columns") and config.out is None:
+            raise CommandLineError("predict: --columns is for --out FILE.parquet.")
+        if config.get("out") is not None:
             config.return_predictions = False
 
     @override
@@ -140,14 +165,16 @@ class FitCLI(LightningCLI):
         with tables_context(self.config[self.subcommand].trainer.strategy):
             try:
                 super().instantiate_classes()
-            except ValueError as error:
-                # By jsonargparse, around what a constructor has raised.
-                if not str(error).startswith(("Does not validate", "Problem with", "Parser key")):
-                    raise
-                raise ConfigError(one_sentence(str(error), self._options.configs, self._options.classes)) from error
+            except DistRecError:
+                raise
+            # By the Trainer, or by jsonargparse around what a constructor has raised; it ends with all options.
+            except (TypeError, ValueError) as error:
+                raise ConfigError(str(error).partition("Given value type:")[0].rstrip()) from error
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
-        if self._options.out is not None:
-            callbacks.append(PredictionWriter(self._options.out, self._options.columns))
+        config = self.config[self.subcommand]
+        if config.get("out") is not None:
+            columns = [name.strip() for name in config.columns.split(",") if name.strip()]
+            callbacks.append(PredictionWriter(config.out, columns))
         elif self.subcommand == "predict" and not any(isinstance(c, BasePredictionWriter) for c in callbacks):
             rank_zero_info("Predictions are not kept. Name a file for them: --out predictions.parquet.")
 
@@ -159,6 +186,13 @@ def _log_hyperparameters(checkpoint: str, init_args: dict[str, Any], differing: 
     if differing:
         values = ", ".join(f"model.{name}={value!r} (there {other!r})" for name, (value, other) in differing.items())
         rank_zero_info(f"Set here, and different in {checkpoint}: {values}.")
+
+
+def _check_numbers(trainer: Namespace) -> None:
+    for name, smallest in SMALLEST.items():
+        number = trainer.get(name)
+        if isinstance(number, (int, float)) and number < smallest:
+            raise CommandLineError(f"trainer.{name}={number}: must be at least {smallest}.")
 
 
 def tables_context(strategy: Any) -> AbstractContextManager[None]:
@@ -183,14 +217,14 @@ def missing_logger(logger: Any) -> str:
     return ""
 
 
-def run_lightning(args: Sequence[str], options: PlainNamespace) -> None:
+def run_lightning(args: Sequence[str]) -> None:
     """Run one of Lightning's commands. Raises DistRecError, and what the user's code raises."""
     if any("help" in argument for argument in args):
         # jsonargparse lists the classes that are loaded.
         for name in lightning_distrec.__all__:
             with suppress(ImportError):
                 getattr(lightning_distrec, name)
-    FitCLI(args, options)
+    FitCLI(args)
 
 
 def complaint(error: Exception) -> Exception | None:
@@ -203,16 +237,20 @@ def complaint(error: Exception) -> Exception | None:
     return error if isinstance(error, (DistRecError, MisconfigurationException)) else None
 
 
-def leave_after_failure() -> None:
+def leave_after_failure(error: Exception) -> None:
     """Let the exit wait for no other rank: it takes an exception that nobody has caught for a failure."""
     from lightning_distrec.strategies.run.process_runs import PROCESS
 
     PROCESS.has_failed = True
+    if isinstance(error, CommandLineError) and not speaks(error):
+        # torchrun ends all ranks when one has failed: the one that prints has to be first. It ends this sleep, too.
+        time.sleep(SECONDS_FOR_PRINTING)
 
 
 def speaks(error: Exception) -> bool:
-    """Return whether this rank prints the error: one of a node does, or one whose message reaches no other."""
+    """Return whether this rank prints the error: one of a node does, or one whose message may be on no other."""
     from lightning_distrec.strategies.run.process_runs import PROCESS
 
     rank_of_node = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
-    return rank_of_node == "0" or (PROCESS.watchdog is None and not isinstance(error, RankError))
+    is_shared = PROCESS.watchdog is not None or isinstance(error, (CommandLineError, RankError))
+    return rank_of_node == "0" or not is_shared

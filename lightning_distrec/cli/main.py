@@ -10,9 +10,8 @@ from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
-from lightning_distrec.cli import preflight
 from lightning_distrec.cli.command_line import COMMANDS, EXIT_ERROR, LIGHTNING_COMMANDS
-from lightning_distrec.errors import ConfigError, DistRecError, did_you_mean
+from lightning_distrec.errors import DistRecError, did_you_mean
 from lightning_distrec.versions import find_installed, problem_with
 
 
@@ -41,22 +40,16 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _run_lightning(args: list[str]) -> int:
-    """Run one of Lightning's commands; an error of ours is its sentence, on one rank, unless --debug asks for more."""
+    """Run one of Lightning's commands; an error of ours is its message, on one rank, unless --debug asks for more."""
     args, debug = [argument for argument in args if argument != "--debug"], "--debug" in args
+    fit_cli = import_module("lightning_distrec.cli.fit_cli")
     try:
-        args, options = preflight.checked_arguments(args)
-        fit_cli = import_module("lightning_distrec.cli.fit_cli")
-    except ConfigError as error:
-        if debug:
-            raise
-        return _complain(error)
-    try:
-        fit_cli.run_lightning(args, options)
+        fit_cli.run_lightning(args)
     except Exception as error:
         complaint = fit_cli.complaint(error)
         if debug or complaint is None:
             raise
-        fit_cli.leave_after_failure()
+        fit_cli.leave_after_failure(error)
         return _complain(complaint) if fit_cli.speaks(error) else EXIT_ERROR
     return 0
 

@@ -119,14 +119,14 @@ def test_lightnings_commands_and_options_reach_lightning(
     run: Run, args: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[list[str]] = []
-    monkeypatch.setattr(fit_cli, "run_lightning", lambda line, options: lines.append(line))
+    monkeypatch.setattr(fit_cli, "run_lightning", lines.append)
     assert run(*args)[0] == 0
     assert lines == [list(args)]
 
 
 def test_a_command_named_by_the_environment_reaches_lightning(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[list[str]] = []
-    monkeypatch.setattr(fit_cli, "run_lightning", lambda line, options: lines.append(line))
+    monkeypatch.setattr(fit_cli, "run_lightning", lines.append)
     monkeypatch.setenv("PL_SUBCOMMAND", "fit")
     assert run()[0] == 0
     assert lines == [[]]
