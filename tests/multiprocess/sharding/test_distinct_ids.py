@@ -146,7 +146,7 @@ def test_planned_bytes_are_those_that_are_sent_once() -> None:
     calls = {"once": (_send, True, 2_500), "each time": (_send, False, 2_500), "often": (_send, True, 500)}
     for actual in run_each_on_ranks(calls, 2):
         sent, planned = actual["often"]
-        agreed = (6 + 1) * 8  # six numbers that ranks agree on, and the place for the sizes of weights
+        agreed = (8 + 1) * 8  # eight numbers that ranks agree on, and the place for the sizes of weights
         assert sent[IDS] - agreed == pytest.approx(planned[IDS], rel=0.01)
         assert sent[ROWS] == pytest.approx(planned[ROWS], rel=0.01)
         assert sent[ROW_GRADIENTS] == pytest.approx(planned[ROW_GRADIENTS], rel=0.01)
