@@ -25,8 +25,8 @@ def prefer_torchs_names() -> None:
 def take_names_of_strategies(class_path: Callable[[str], str]) -> None:
     """Let options follow the name of a strategy as they follow a class. class_path: "" for names that are not ours."""
 
-    def resolve(kind: Any, name: str) -> str:
-        return _resolve_name(kind, class_path(name) or name)
+    def resolve(cls: Any, name: str) -> str:
+        return _resolve_name(cls, class_path(name) or name)
 
     # Source: jsonargparse/_typehints.py, adapt_typehints: --trainer.strategy.init_args.min_rows=10 takes what was there
     # for a class. Can go when Lightning's registry gives jsonargparse classes.
