@@ -12,7 +12,7 @@ from lightning_distrec import NormalizeRows
 from lightning_distrec.checkpoint.contents import read_contents
 from lightning_distrec.checkpoint.difference import Mark, read_mark
 from lightning_distrec.checkpoint.lazy_tensors import collect_tensors
-from tests.support.click_model import rank_loader, seeded
+from tests.support.click_model import LooksUpTwice, rank_loader, seeded
 from tests.support.ranks import rank_and_num_ranks
 from tests.support.resuming import Changed
 from tests.support.trainers import make_trainer
@@ -31,6 +31,10 @@ class LargeTables(Changed):
         "narrow": {"num_embeddings": 185},
         "shared": {"num_embeddings": 110},
     }
+
+
+class Twice(LooksUpTwice, LargeTables):
+    """Looks its tables up twice in a step."""
 
 
 class WritesInStep(LargeTables):

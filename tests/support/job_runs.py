@@ -87,8 +87,8 @@ class JobModel(pl.LightningModule):
 
 
 def _batches_of_calls(collection: Collection, batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    turned = {key: value.flip(0) if key.endswith(".ids") else value for key, value in batch.items()}
-    return [batch, turned][: collection.calls]
+    second = {key: batch.get(f"{key}.turned", value) for key, value in batch.items()}
+    return [batch, second][: collection.calls]
 
 
 def _build(collection: Collection, index: int) -> nn.Module:
@@ -180,7 +180,10 @@ def make_batch(job: Job, step: int, rank: int) -> dict[str, Tensor]:
         num_ids = job.num_ids(f)
         distinct = min(feature.distinct, num_ids)
         count = int(lengths.sum())
-        batch[f"f{f}.ids"] = num_ids - 1 - (torch.rand(count, generator=draw) * distinct).long()
+        ids = num_ids - 1 - (torch.rand(count, generator=draw) * distinct).long()
+        batch[f"f{f}.ids"] = ids
+        # Turned here: in the step, a rank that has several parts of a batch would turn them as one.
+        batch[f"f{f}.ids.turned"] = ids.flip(0)
         batch[f"f{f}.lengths"] = lengths
         batch[f"f{f}.weights"] = torch.rand(count, generator=draw) + 0.5
     return batch

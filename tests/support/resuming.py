@@ -24,6 +24,7 @@ from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 from tests.support.click_model import (
     FEATURES,
     ClickModel,
+    LooksUpTwice,
     SequenceModel,
     _mean,
     bag_configs,
@@ -53,6 +54,10 @@ class Clicks(ClickModel):
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         return self(batch)
+
+
+class Twice(LooksUpTwice, Clicks):
+    """Looks its tables up twice in a step."""
 
 
 class Sequences(SequenceModel, Clicks):

@@ -52,7 +52,7 @@ class ShardedLookup:
         self.update_watch: Any = None
         """Watches steps of tables that are updated inside of backward, under manual optimization; or None."""
         self.sums_gradients = False
-        """Whether gradients of fused tables are left on shards, or may be in this step; see `sum_gradients`."""
+        """Whether gradients are left on shards of tables that were fused at the start; see `sum_gradients`."""
         tables, uses = setup.tables, setup.uses
         self.outputs = LookupOutputs(setup)
         self.second_gradients = SecondGradients(setup.path, [t.full_name for t in tables if not uses[t.name].adds_up])
@@ -128,7 +128,8 @@ class ShardedLookup:
     def _share_bags(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, SharedBags | None]:
         """Return features as their bags are sent, and what expands these to examples; None: torchrec's module does."""
         bags = SharedBags(self.path, features)
-        takes_unequal = self.setup.takes_unequal_batches and not self.sums_gradients
+        may_sum = self.sums_gradients or self.second_gradients.on_second is not None
+        takes_unequal = self.setup.takes_unequal_batches and not may_sum
         if bags.indices and features.variable_stride_per_key() and takes_unequal:
             return bags.ordered(prepare_unequal_batches(self.setup.sharded)), None
         # Other kernels and sharding types take one batch size.
@@ -212,6 +213,7 @@ class ShardedLookup:
 
     def sum_gradients(self) -> None:
         """Take several lookups in a step from now on: tables that were updated once for each are not in backward."""
+        self.sums_gradients = True
         for table in self.setup.tables:
             use = self.setup.uses[table.name]
             if not use.adds_up:

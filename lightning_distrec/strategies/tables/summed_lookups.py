@@ -5,7 +5,6 @@ shards, on which the user's optimizer steps. The second lookup of a collection, 
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -34,9 +33,8 @@ class SummedLookups:
     ) -> None:
         self._shards, self._updates = shards, updates
         self._num_steps, self._on_change = num_steps, on_change
-        self._summed: set[str] = set()
-        """Paths of collections."""
-        self._first_step = ExitStack()
+        self._followed: list[tuple[ShardedLookup, list[Any]]] = []
+        """Lookups that the first step may make twice, and the handles of hooks on their kernels."""
 
     def begin(self, lookups: Iterable[ShardedLookup]) -> None:
         """The first step may begin."""
@@ -47,7 +45,12 @@ class SummedLookups:
 
     def end_first_step(self) -> None:
         """An optimizer has stepped. Where one lookup was made, FBGEMM alone updates the tables from now on."""
-        self._first_step.close()
+        for lookup, handles in self._followed:
+            lookup.second_gradients.on_second = None
+            if not lookup.sums_gradients:
+                for handle in handles:
+                    handle.remove()
+        self._followed = []
 
     def _can_be_summed(self, table: Table) -> bool:
         update, kernel = self._updates[table.full_name], self._shards.plan[table.full_name].compute_kernel
@@ -56,21 +59,12 @@ class SummedLookups:
         return is_reached and update.kind == "fused" and not update.is_asked_for
 
     def _follow(self, lookup: ShardedLookup, names: set[str]) -> None:
-        handles = self._shards.keep_gradients_if(names, lambda: lookup.path in self._summed)
-        lookup.sums_gradients = True
+        handles = self._shards.keep_gradients_if(names, lambda: lookup.sums_gradients)
         lookup.second_gradients.on_second = partial(self._sum, lookup, names)
-        self._first_step.callback(self._leave, lookup, handles)
-
-    def _leave(self, lookup: ShardedLookup, handles: list[Any]) -> None:
-        lookup.second_gradients.on_second = None
-        if lookup.path not in self._summed:
-            lookup.sums_gradients = False
-            for handle in handles:
-                handle.remove()
+        self._followed.append((lookup, handles))
 
     def _sum(self, lookup: ShardedLookup, names: set[str]) -> None:
         """Let the user's optimizer step on the tables from this step on, on all ranks: they make the same lookups."""
-        self._summed.add(lookup.path)
         memory = self._shards.fused_state()
         for name in sorted(names):
             update, shards = self._updates[name], self._shards.shards[name]

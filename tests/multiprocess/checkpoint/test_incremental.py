@@ -49,6 +49,7 @@ QUICK = {
     "by columns": (SGD, _cut("column_wise")),
     "by rows": (ROWWISE, _cut("row_wise")),
     "sparse": (ADAGRAD, SPARSE, runs.KeepsGradients),
+    "twice": (ADAGRAD, {}, runs.Twice),
     "written": (ADAGRAD, {}, runs.WritesInStep),
 }
 
@@ -72,7 +73,7 @@ def test_a_difference_over_its_base_is_the_full_checkpoint_bit_by_bit(
     quick: tuple[Path, dict[str, list[set[str]]]],
 ) -> None:
     _, row_tables = quick
-    assert row_tables["by columns"] == row_tables["by rows"] == row_tables["sparse"] == [ALL]
+    assert all(row_tables[name] == [ALL] for name in ("by columns", "by rows", "sparse", "twice"))
     assert row_tables["written"] == [ALL - {"ebc.narrow"}]
 
 
@@ -255,7 +256,7 @@ def test_only_what_is_needed_stays(tmp_path: Path) -> None:
                 assert verify(folder / "series" / f"{name}.ckpt") == []
 
 
-def _start(folder: str, dies: bool) -> list[str]:
+def _start(folder: str, model: type, dies: bool) -> list[str]:
     """Start a job, for the first time or again, and return what it says of where it begins."""
     run_strategy.FIT_NUMBERS = itertools.count(1)
     messages: list[str] = []
@@ -263,16 +264,17 @@ def _start(folder: str, dies: bool) -> list[str]:
     strategy = {"stopping": {"run_name": "clicks"}}
     callbacks = (runs.Dies,) if dies else ()
     with suppress(ZeroDivisionError):
-        state = fit(folder, 9, ADAGRAD, strategy, runs.LargeTables, callbacks, {"dirpath": None, "keep": 3})
+        state = fit(folder, 9, ADAGRAD, strategy, model, callbacks, {"dirpath": None, "keep": 3})
         torch.save(state, f"{folder}/final-{rank_and_num_ranks()[0]}.pt")
     return messages
 
 
 @pytest.mark.slow
-def test_a_restarted_job_goes_on_from_its_difference_or_the_one_before(tmp_path: Path) -> None:
-    whole = run_on_warm_ranks(_whole, 2, str(tmp_path / "whole"))[0]
+@pytest.mark.parametrize("model", [runs.LargeTables, runs.Twice])
+def test_a_restarted_job_goes_on_from_its_difference_or_the_one_before(tmp_path: Path, model: type) -> None:
+    whole = run_on_warm_ranks(fit, 2, str(tmp_path / "whole"), 9, ADAGRAD, {}, model)[0]
     folder = tmp_path / "job"
-    run_on_warm_ranks(_start, 2, str(folder), True)
+    run_on_warm_ranks(_start, 2, str(folder), model, True)
     for path in [*folder.glob("full/*"), *folder.glob("full")]:
         path.unlink() if path.is_file() else path.rmdir()
     (series,) = folder.glob("incremental_checkpoints/*")
@@ -282,18 +284,14 @@ def test_a_restarted_job_goes_on_from_its_difference_or_the_one_before(tmp_path:
         "step=6-difference.ckpt",
     ]
     _change_byte(series / "step=6-difference.ckpt")
-    message = run_on_warm_ranks(_start, 2, str(folder), False)[0]
+    message = run_on_warm_ranks(_start, 2, str(folder), model, False)[0]
     assert any("skipped" in line and "step=6-difference.ckpt" in line for line in message)
     assert any("training resumes from" in line and "step=4-difference.ckpt, step 4" in line for line in message)
-    marker = json.loads(next(series.glob("step=8-*/complete.json")).read_text())
+    marker = json.loads(next(series.glob("step=8-difference.ckpt/complete.json")).read_text())
     assert marker["incremental"]["series"] == series.name
     actual = torch.load(folder / "final-0.pt")
     assert actual.keys() == whole.keys()
     assert all(torch.equal(value, whole[key]) for key, value in actual.items())
-
-
-def _whole(folder: str) -> Any:
-    return fit(folder, 9, ADAGRAD)
 
 
 @pytest.mark.slow

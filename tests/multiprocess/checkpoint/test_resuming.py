@@ -48,6 +48,7 @@ from tests.support.resuming import (
     Sequences,
     Shorter,
     Tower,
+    Twice,
     TwoOptimizers,
     Unfreezes,
     differences,
@@ -164,6 +165,14 @@ MODULES = {
     "weights": Life(Run(model_options={"weighted": True}, optimizer=ADAM, strategy=MIXED), 2, (ALIKE, ONE_DENSE)),
     "frozen": Life(Run(model=Frozen, strategy=MIXED), 2, (ALIKE, ONE)),
     "frozen, Adam": Life(Run(model=Frozen, optimizer=ADAM, strategy=MIXED), 2, (ALIKE, (1, {}))),
+    "looked up twice": Life(
+        Run(model=Twice, strategy=MIXED), 2, (ALIKE, ONE_DENSE, (3, {"strategy": plan(RW, CW, TW, update="sparse")}))
+    ),
+    "looked up twice, RowWiseAdagrad": Life(
+        Run(model=Twice, optimizer=ROW_WISE, save=("on_train_batch_end", 8)),
+        2,
+        (ALIKE, (3, {"strategy": plan(RW, TWRW, TW)})),
+    ),
     "two names": Life(Run(model=NamedTwice, strategy=MIXED), 2, (ALIKE, ONE_DENSE)),
     "built on meta": Life(Run(model_options={"meta": True}, strategy=MIXED), 2, (ALIKE, ONE_DENSE)),
 }
