@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from lightning_distrec import spans
 from lightning_distrec._compat.lightning import set_device_and_mesh
@@ -20,7 +20,7 @@ from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded
 from lightning_distrec.strategies.run.precision import clip_over_all_ranks
 from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
-from lightning_distrec.strategies.run.strategy_arguments import check_arguments
+from lightning_distrec.strategies.run.strategy_arguments import RunOptions, any_at_run_time, check_arguments
 from lightning_distrec.strategies.stages.absent_tensors import is_absent
 from lightning_distrec.strategies.stages.chain import (
     PipelineRanks,
@@ -87,6 +87,7 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
 
     strategy_name = "pipeline_parallel"
 
+    @any_at_run_time
     def __init__(
         self,
         microbatches: int = 4,
@@ -97,7 +98,7 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
         split: Split = "parameters",
         first_stage: list[str] | None = None,
         last_stage: list[str] | None = None,
-        **run_options: Any,
+        **run_options: Unpack[RunOptions],
     ) -> None:
         check_arguments(PipelineParallelStrategy, locals())
         self._stage_options = StageOptions(
