@@ -1,6 +1,6 @@
 """What pipeline_parallel needs for a module: of the fullest stage, and of the rank that sends the most."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +39,8 @@ def estimate_stages(
         return Estimate(strategy=PIPELINE, refused="one rank is no pipeline: use at least 2"), []
     try:
         layout = _layout(_copied(module), options, job, settings)
+        if layout.chain.caller is not None:  # the step that was run shows containers' blocks alone
+            profile = replace(profile, saved=None, blocks=None)
         _check_order(layout.chain, profile)
     except DistRecError as error:
         return Estimate(strategy=PIPELINE, refused=str(error)), []

@@ -231,9 +231,10 @@ def _choose(
         return PIPELINE, f"{replicated}{sharded}; the fullest stage needs {format_bytes(stages.total)}"
     if fsdp.refused:
         return DDP, f"{replicated}{sharded}{_without_activations(ddp, usable)}"
-    return FSDP, f"{replicated}{sharded}, which is too much as well: " + (
-        _without_activations(fsdp, usable).removeprefix("; ") or "use more ranks"
-    )
+    remedy = _without_activations(fsdp, usable).removeprefix("; ") or "use more ranks"
+    if not any(parameter.is_sharded for parameter in sizes.parameters):
+        remedy = "none of its layers is a block that fsdp_tuned shards; name classes of layers, as in wrap=['Linear']"
+    return FSDP, f"{replicated}{sharded}, which is too much as well: {remedy}"
 
 
 def _without_activations(estimate: Estimate, usable: float) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.option_values import as_options
@@ -27,7 +27,7 @@ from lightning_distrec.strategies.data_parallel.replicated_layers import Broadca
 from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded
 from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
-from lightning_distrec.strategies.run.strategy_arguments import check_arguments
+from lightning_distrec.strategies.run.strategy_arguments import RunOptions, any_at_run_time, check_arguments
 from lightning_distrec.strategies.stages.absent_tensors import refuse_absent
 
 
@@ -65,6 +65,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
     strategy_name = "ddp_tuned"
     predicts_alone = True
 
+    @any_at_run_time
     def __init__(
         self,
         bucket_cap_mb: float = 25.0,
@@ -74,7 +75,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         find_unused_parameters: bool = False,
         static_graph: bool = False,
         sparse_grads: SparseGrads = "sparse",
-        **run_options: Any,
+        **run_options: Unpack[RunOptions],
     ) -> None:
         check_arguments(TunedDDPStrategy, locals())
         if powersgd is not None and comm_dtype != "fp32":

@@ -7,7 +7,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from lightning_distrec._compat.lightning import set_device_and_mesh, wrapped_optimizers
 from lightning_distrec.strategies.data_parallel.activations import ActivationCheckpointing
@@ -19,7 +19,7 @@ from lightning_distrec.strategies.run.lightning_callbacks import adapt_callbacks
 from lightning_distrec.strategies.run.precision import clip_over_all_ranks, skip_overflows_on_all_ranks
 from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
-from lightning_distrec.strategies.run.strategy_arguments import check_arguments
+from lightning_distrec.strategies.run.strategy_arguments import RunOptions, any_at_run_time, check_arguments
 from lightning_distrec.strategies.stages.absent_tensors import refuse_absent
 
 
@@ -49,6 +49,7 @@ class TunedFSDPStrategy(DistRecStrategy[Run]):
 
     strategy_name = "fsdp_tuned"
 
+    @any_at_run_time
     def __init__(
         self,
         wrap: Literal["auto"] | list[str] = "auto",
@@ -58,7 +59,7 @@ class TunedFSDPStrategy(DistRecStrategy[Run]):
         activation_checkpointing: ActivationCheckpointing = False,
         param_dtype: Dtype | None = None,
         reduce_dtype: Dtype | None = None,
-        **run_options: Any,
+        **run_options: Unpack[RunOptions],
     ) -> None:
         check_arguments(TunedFSDPStrategy, locals())
         self._fsdp_options = FSDPOptions(

@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from lightning_distrec import spans
 from lightning_distrec._compat.lightning import set_device_and_mesh
@@ -20,7 +20,7 @@ from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded
 from lightning_distrec.strategies.run.precision import clip_over_all_ranks
 from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
-from lightning_distrec.strategies.run.strategy_arguments import check_arguments
+from lightning_distrec.strategies.run.strategy_arguments import RunOptions, any_at_run_time, check_arguments
 from lightning_distrec.strategies.stages.absent_tensors import is_absent
 from lightning_distrec.strategies.stages.chain import (
     PipelineRanks,
@@ -75,10 +75,11 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
             training_step computes its loss of each micro-batch, which must be a mean over examples.
         stages: number of stages. None: one per rank, or stages_per_rank of them. Further ranks are replicas.
         stages_per_rank: stages that each rank computes, with "interleaved_1f1b".
-        chain: path of the nn.Sequential or nn.ModuleList that forward goes through in order. "auto": the one with
-            the most parameters.
+        chain: path of the nn.Sequential or nn.ModuleList that forward goes through in order, or of a module whose
+            forward calls its layers one after the other ("" for the LightningModule). "auto": the container with the
+            most parameters.
         split: where stages begin. "parameters": so that the largest stage has as few parameters as possible; or a list
-            of the paths of blocks, of all stages but the first.
+            of the paths of blocks or layers, of all stages but the first.
         first_stage: paths outside of the chain whose parameters the first stage has, apart from those that are
             registered before the chain.
         last_stage: the same for the last stage, apart from those that are registered after the chain.
@@ -87,6 +88,7 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
 
     strategy_name = "pipeline_parallel"
 
+    @any_at_run_time
     def __init__(
         self,
         microbatches: int = 4,
@@ -97,7 +99,7 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
         split: Split = "parameters",
         first_stage: list[str] | None = None,
         last_stage: list[str] | None = None,
-        **run_options: Any,
+        **run_options: Unpack[RunOptions],
     ) -> None:
         check_arguments(PipelineParallelStrategy, locals())
         self._stage_options = StageOptions(

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from lightning_distrec import spans
 from lightning_distrec.option_values import as_options, plain
@@ -29,7 +29,7 @@ from lightning_distrec.sharding.weights.shard_access import plain_shards
 from lightning_distrec.strategies.data_parallel.losses import LossReduction
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions, make_mesh
 from lightning_distrec.strategies.fully_sharded.shards import drop_unfinished_step, refuse_sharded
-from lightning_distrec.strategies.run.strategy_arguments import check_arguments
+from lightning_distrec.strategies.run.strategy_arguments import RunOptions, any_at_run_time, check_arguments
 from lightning_distrec.strategies.stages.absent_tensors import refuse_absent
 from lightning_distrec.strategies.tables.full_tables import FullTables
 from lightning_distrec.strategies.tables.set_up_inputs import TableSettings
@@ -77,6 +77,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
 
     strategy_name = "torchrec_sharded"
 
+    @any_at_run_time
     def __init__(
         self,
         embedding_update: EmbeddingUpdate = "auto",
@@ -98,7 +99,7 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         bucket_cap_mb: float = 25.0,
         table_optimizer: dict[str, Any] | None = None,
         sharding_groups: ShardingGroupOptions | dict[str, Any] | None = None,
-        **run_options: Any,
+        **run_options: Unpack[RunOptions],
     ) -> None:
         check_arguments(TorchRecShardedStrategy, locals())
         self.table_settings = TableSettings(

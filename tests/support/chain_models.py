@@ -167,8 +167,51 @@ class Shifted(nn.Module):
         return self.layer(inputs) * scale.mean() + shift
 
 
+class SimpleNet(nn.Module):
+    """Layers without a container, and what its forward computes between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.fc3 = nn.Linear(WIDTH, 16), nn.Linear(16, 24), nn.Linear(24, 8)
+        self.fc4 = nn.Linear(8, 1)
+        self.dropout = nn.Dropout(0.0)
+        self.slope = 0.5
+
+    def forward(self, inputs: Tensor, scale: Tensor | None = None) -> Tensor:
+        hidden = self.dropout(functional.relu(self.fc1(inputs.flatten(1))))
+        hidden = functional.leaky_relu(self.fc2(hidden), self.slope) + (self.training and 0.25)
+        hidden = functional.dropout(hidden, 0.0, self.training)
+        hidden = self.fc3(hidden if scale is None else hidden * scale)
+        return self.fc4(hidden.tanh() + hidden)
+
+
+class Called(Logging):
+    """Its net is no container; a number of it changes while it trains, and a layer is after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.last = SimpleNet(), nn.Linear(1, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(self.net(inputs, scale=inputs.mean(1, keepdim=True)))
+
+    def on_train_epoch_end(self) -> None:
+        self.net.slope = 0.1
+
+
+class Flat(Logging):
+    """Its layers are its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.fc3 = nn.Linear(WIDTH, 16), nn.Linear(16, 24), nn.Linear(24, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.fc3(functional.relu(self.fc2(functional.relu(self.fc1(inputs)))))
+
+
 CHAINS: dict[str, type[Logging]] = {
-    kind.__name__: kind for kind in (Sequence, Transformer, PerExample, Measured, Permuted)
+    kind.__name__: kind for kind in (Sequence, Transformer, PerExample, Measured, Permuted, Called, Flat)
 }
 
 

@@ -172,6 +172,12 @@ class StepProfile:
     """What could not be measured, and why."""
 
 
+MANUAL = (
+    "activations are left out: with automatic_optimization=False, training_step steps optimizers itself: no step was "
+    "run; leave memory for what the forwards before one backward keep"
+)
+
+
 def profile_step(
     module: LightningModule,
     batch: Any,
@@ -186,6 +192,9 @@ def profile_step(
     """
     if any(parameter.is_meta for parameter in module.parameters()):
         return StepProfile(batch_size=batch_size, notes=("activations are left out: the module is on the meta device",))
+    if not module.automatic_optimization:
+        # It steps optimizers by itself, which only a Trainer sets up, or which would change the weights here.
+        return StepProfile(batch_size=batch_size, notes=(MANUAL,))
     lookups: dict[str, Counter[str]] = {}
     batch_sizes: list[int] = []
     blocks = BlockProfile()

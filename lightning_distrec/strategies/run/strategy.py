@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
@@ -50,11 +50,10 @@ from lightning_distrec.strategies.run.process_runs import PROCESS, Waits
 from lightning_distrec.strategies.run.rank_comparisons import compare_first_batches
 from lightning_distrec.strategies.run.run import Run, refuse_shards_of_torchrec, start_session
 from lightning_distrec.strategies.run.stopping import STOPPED, StopHandler, StopOptions
+from lightning_distrec.strategies.run.strategy_arguments import Backend, MatmulPrecision
 
 prefer_torchs_names()  # importing this module imports torchrec
 AnyRun = TypeVar("AnyRun", bound=Run)
-Backend = Literal["gloo", "nccl"]
-MatmulPrecision = Literal["highest", "high", "medium"]
 
 
 class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):

@@ -1,10 +1,40 @@
 """Checks the arguments of strategies: their names, for which Lightning, FSDP1 and TorchRec have others, and types."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypedDict, TypeVar
 
+from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
 from lightning_distrec.errors import ConfigError, did_you_mean
 from lightning_distrec.option_values import check_types, type_hints
+from lightning_distrec.prefetch.even_batches import UnevenInputs
+from lightning_distrec.strategies.run.stopping import StopOptions
+
+Init = TypeVar("Init", bound=Callable[..., None])
+Backend = Literal["gloo", "nccl"]
+MatmulPrecision = Literal["highest", "high", "medium"]
+
+
+class RunOptions(TypedDict, total=False):
+    """What DistRecStrategy takes: for type checkers and IDEs, which see no options in **run_options: Any."""
+
+    uneven_inputs: UnevenInputs
+    checkpoint: CheckpointOptions | dict[str, Any] | None
+    stopping: StopOptions | dict[str, Any] | None
+    process_group_backend: Backend | None
+    float32_matmul_precision: MatmulPrecision | None
+    timeout_seconds: float | None
+    start_seconds: float
+    watchdog_seconds: float
+    deadlock_seconds: float
+
+
+def any_at_run_time(init: Init) -> Init:
+    """Let run_options of an __init__ be of type Any at run time."""
+    # jsonargparse takes the options of an Unpack from its TypedDict, which has no defaults and no help texts. Of Any
+    # it reads where the __init__ hands them on. Can go when it does so of an Unpack too.
+    init.__annotations__["run_options"] = Any
+    return init
+
 
 _COMMS = "quantized_comms, which takes a QCommsConfig, or {forward: fp16, backward: bf16}"
 _GRADIENTS = "comm_dtype='bf16' or powersgd={'matrix_rank': 4} of ddp_tuned"

@@ -90,8 +90,12 @@ def _absent(tensor: Tensor) -> Tensor:
 def absent_parameter(like: nn.Parameter) -> nn.Parameter:
     """Return a parameter of the same shape and type without values."""
     # nn.Parameter keeps a tensor's class where it is not Tensor, and marks it by `_is_param` for isinstance.
-    tensor = torch.empty_like(like, device="meta").as_subclass(AbsentTensor)
-    return nn.Parameter(tensor, like.requires_grad)
+    return nn.Parameter(absent_like(like), like.requires_grad)
+
+
+def absent_like(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same shape and type without values."""
+    return _absent(torch.empty_like(tensor, device="meta"))
 
 
 def is_absent(value: Any) -> bool:

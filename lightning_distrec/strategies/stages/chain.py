@@ -7,7 +7,6 @@ import inspect
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -164,7 +163,10 @@ def pipeline_ranks(options: StageOptions, rank: int, world: int, timeout: Any) -
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
-HINT = "Name an nn.Sequential or nn.ModuleList that forward goes through in order: chain='model.blocks'."
+HINT = (
+    "Name an nn.Sequential or nn.ModuleList that forward goes through in order: chain='model.blocks'. Or name a module "
+    "whose forward calls its layers one after the other: chain='model', and '' for the LightningModule itself."
+)
 
 
 @dataclass(frozen=True)
@@ -173,11 +175,10 @@ class Chain:
 
     path: str
     blocks: list[nn.Module]
-
-    @cached_property
-    def paths(self) -> list[str]:
-        """The paths of all blocks in the module."""
-        return [f"{self.path}.{number}" for number in range(len(self.blocks))]
+    paths: list[str]
+    """Of all blocks in the module."""
+    caller: nn.Module | None = None
+    """Whose forward calls the blocks and may compute between them; None: they are those of a container."""
 
 
 @dataclass(frozen=True)
@@ -238,13 +239,20 @@ def find_chain(module: nn.Module, path: str) -> Chain:
         if not containers:
             raise ConfigError(f"pipeline_parallel: the module has no chain of blocks. {HINT}")
         path = max(containers, key=lambda name: sum(p.numel() for p in containers[name].parameters()))
-    if path not in containers:
+    if path in containers:
+        caller, blocks = None, list(containers[path])
+        paths = [f"{path}.{number}" for number in range(len(blocks))]
+    else:
+        caller = dict(module.named_modules()).get(path, nn.Identity())
+        layers = [(name, layer) for name, layer in caller.named_children() if list(layer.parameters())]
+        blocks = [layer for _, layer in layers]
+        paths = [f"{path}.{name}".lstrip(".") for name, _ in layers]
+    if len(blocks) < 2:
         hint = did_you_mean(path, containers)
         raise ConfigError(f"chain={path!r}: the module has no chain of blocks there{hint} {HINT}")
-    blocks = list(containers[path])
     if len({id(block) for block in blocks}) < len(blocks):
         raise UnsupportedError(f"chain={path!r}: a block is in it twice, and would be on two stages. Make two blocks.")
-    return Chain(path, blocks)
+    return Chain(path, blocks, paths, caller)
 
 
 def balance_stages(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
@@ -299,7 +307,7 @@ def _outer_parameters(module: nn.Module, chain: Chain, options: StageOptions) ->
     for name, parameter in module.named_parameters():
         if id(parameter) not in inner_ids:
             outer[name] = is_after
-        is_after = is_after or _is_below(name, chain.path)
+        is_after = is_after or id(parameter) in inner_ids
     for option, paths in (("first_stage", options.first_stage), ("last_stage", options.last_stage)):
         for path in paths:
             names = [name for name in outer if _is_below(name, path)]

@@ -13,6 +13,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from lightning_distrec import spans
 from lightning_distrec._compat.torch_distributed import output_strides
+from lightning_distrec.strategies.stages.called_layers import CalledLayers
 from lightning_distrec.strategies.stages.chain import PipelineRanks, Schedule, StageLayout
 
 Receives = dict[tuple[bool, int], list[Any]]
@@ -147,8 +148,11 @@ class Blocks(nn.Module):
 
     def __init__(self, layout: StageLayout, stage: int, context: Callable[[], AbstractContextManager[Any]]) -> None:
         super().__init__()
-        self._numbers = layout.block_numbers(stage)
-        self.blocks = nn.ModuleList(layout.chain.blocks[number] for number in self._numbers)
+        numbers = layout.block_numbers(stage)
+        blocks = [layout.chain.blocks[number] for number in numbers]
+        if layout.chain.caller is not None:
+            blocks, numbers = [CalledLayers(layout.chain, numbers)], numbers[:1]
+        self.blocks, self._numbers = nn.ModuleList(blocks), numbers
         self._context = context
         self.arguments: Sequence[Arguments] = []
         """Of each micro-batch."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_distrec._compat.tensors import replace_calls
 from lightning_distrec.errors import UnsupportedError
-from lightning_distrec.strategies.stages.absent_tensors import WAY_OUT, is_absent
+from lightning_distrec.strategies.stages.absent_tensors import WAY_OUT, absent_like, is_absent
 from lightning_distrec.strategies.stages.chain import Chain
 
 
@@ -40,8 +40,13 @@ def enter_chain(chain: Chain, step: Callable[[], Any], has_first_stage: bool = T
         try:
             step()
         except _EndOfChain:
-            _check_input(chain, calls.entry.value, has_first_stage)
-            return calls.entry
+            entry = calls.entry
+            _check_input(chain, entry.value, has_first_stage)
+            if chain.caller is not None:
+                # Each layer runs the whole forward, which takes its own arguments.
+                ((args, kwargs),) = entry.arguments
+                entry.arguments = [((absent_like(entry.value), *args), kwargs)] * len(chain.blocks)
+            return entry
     raise _incomplete(chain)
 
 
@@ -73,18 +78,19 @@ class _BlockCalls:
 
     def __init__(self, chain: Chain, output: Tensor | None = None) -> None:
         self._chain, self._output = chain, output
+        self._called = chain.blocks if chain.caller is None else [chain.caller]
         self._hidden: Any = None
         self.entry = Entry()
 
     @property
     def is_complete(self) -> bool:
-        return len(self.entry.arguments) == len(self._chain.blocks)
+        return len(self.entry.arguments) == len(self._called)
 
     @contextmanager
     def intercepted(self) -> Iterator[None]:
         # On the module and past its hooks: those of the blocks run in the stages, once for each micro-batch.
         with ExitStack() as patches:
-            for number, block in enumerate(self._chain.blocks):
+            for number, block in enumerate(self._called):
                 patches.enter_context(replace_calls(block, partial(self._call, number)))
             yield
 

@@ -49,6 +49,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "interleaved": (_fit, "Transformer", INTERLEAVED, {}),
     "arguments of examples": (_fit, "PerExample", {"microbatches": 2}, {}),
     "outputs that are views": (_fit, "Permuted", {"split": ["model.1"]}, {}),
+    "called layers": (_fit, "Called", {"chain": "net", "split": ["net.fc2"], "microbatches": 2}, CLIPPED),
     "further views": (_fit, "Permuted", INTERLEAVED, {}),
 }
 FURTHER_CASES: dict[str, tuple[Any, ...]] = {
@@ -57,6 +58,8 @@ FURTHER_CASES: dict[str, tuple[Any, ...]] = {
     "batches that three do not divide": (_fit, "Sequence", {"microbatches": 3, "schedule": "1f1b"}, {}),
     "interleaved, three parts asked for": (_fit, "Sequence", INTERLEAVED | {"microbatches": 3}, {}),
     "metrics": (_fit, "Measured", {}, {}),
+    "called layers of the module itself": (_fit, "Flat", {"chain": "", "schedule": "1f1b"}, {}),
+    "called layers, interleaved": (_fit, "Called", INTERLEAVED | {"chain": "net"}, {}),
     "64 bits": (_fit, "Sequence", {"schedule": "1f1b"}, {"precision": "64-true"}),
 }
 FOUR_RANKS: dict[str, tuple[Any, ...]] = {

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from lightning_distrec import PipelineParallelStrategy
 from lightning_distrec.errors import DistRecError
-from tests.support.chain_models import Sequence, Transformer
+from tests.support.chain_models import Flat, Sequence, Transformer
 from tests.support.dense_models import TwoByHand, WithBatchNorm, WithEmbedding, loader
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_each_on_ranks, run_on_ranks
 from tests.support.trainers import DEFAULTS
@@ -121,6 +121,25 @@ def _refusal(kind: type[pl.LightningModule], options: dict[str, Any], settings: 
     return "nothing"
 
 
+class Jumps(Flat):
+    """Adds an output of the first stage to one of the second."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.fc1(inputs)
+        return self.fc3(self.fc2(hidden) + hidden.mean(1, keepdim=True))
+
+
+class Unordered(Flat):
+    """Calls its layers in another order than that in which they are registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc2, self.fc1 = self.fc1, self.fc2
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.fc3(self.fc1(self.fc2(inputs)))
+
+
 AVERAGED = {"callbacks": "averages"}
 MICRO = {"schedule": "1f1b"}
 REFUSED: dict[str, tuple[Any, str]] = {
@@ -191,6 +210,21 @@ class FirstWeightsInTheLoss(Transformer):
 def _fit_failing() -> None:
     trainer = pl.Trainer(strategy=PipelineParallelStrategy(), devices=rank_and_num_ranks()[1], **DEFAULTS)
     trainer.fit(FirstWeightsInTheLoss())
+
+
+def _fit_called(kind: type[Flat]) -> str:
+    strategy = PipelineParallelStrategy(chain="", split=["fc2"])
+    try:
+        pl.Trainer(strategy=strategy, devices=rank_and_num_ranks()[1], **DEFAULTS).fit(kind())
+    except DistRecError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("kind", [Jumps, Unordered])
+def test_what_stages_of_called_layers_cannot_pass_on_is_refused_on_every_rank(kind: type[Flat]) -> None:
+    for message in run_on_ranks(_fit_called, 2, kind, timeout_seconds=60):
+        assert re.search("forward does not go on from 'fc[12]', where a stage begins, with one tensor", message)
 
 
 @pytest.mark.slow

@@ -9,12 +9,13 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from lightning_distrec.advice.strategy_advice import Advice, advise, as_json, print_advice
+from lightning_distrec.advice.strategy_advice import Advice, ChosenOptions, advise, as_json, print_advice
 from lightning_distrec.sharding.plain_embeddings import Conversion
 from lightning_distrec.strategies.estimates.dense_options import DenseOptions, watched_layers
 from lightning_distrec.strategies.estimates.estimate import Estimate, TablesShare, estimate_strategies
 from lightning_distrec.strategies.estimates.module_sizes import Job, measure_module
 from lightning_distrec.strategies.estimates.step_profile import StepProfile, profile_step
+from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from tests.benchmarks.decision_tree import PICTURE, drawn
 from tests.support.advised_models import Advised, Chained, Wide, WithBags, WithTable, batches
 
@@ -215,6 +216,40 @@ def test_a_step_that_fails_without_a_trainer_leaves_activations_out_and_gives_th
     assert profile.notes[0].startswith(
         "activations are left out: training_step failed on a batch without a Trainer (Run"
     )
+
+
+class ByHand(TwoLayers):
+    """Steps its optimizer itself: here without a Trainer, as nothing must."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx).backward()
+        torch.optim.SGD(self.parameters(), 1.0).step()
+
+
+def test_no_step_of_manual_optimization_is_run_and_blocks_are_to_be_named() -> None:
+    module = ByHand()
+    initial = {name: value.clone() for name, value in module.state_dict().items()}
+    profile = profile_step(module, torch.ones(10, 8), 10, "32-true")
+    assert all(torch.equal(value, initial[name]) for name, value in module.state_dict().items())
+    needed = row(advise_on(module, profile), "ddp_tuned").total
+    assert (
+        advise_on(module, profile)
+        .notes[0]
+        .startswith(
+            "activations are left out: with automatic_optimization=False, training_step steps optimizers itself"
+        )
+    )
+    tight = advise_on(module, profile, memory_bytes=int(needed))
+    assert tight.reason.endswith("name classes of layers, as in wrap=['Linear']"), tight.reason
+    wrapped = ChosenOptions(dense=DenseOptions(fsdp=FSDPOptions(wrap=["Linear"])))
+    job = Job(num_ranks=4, num_nodes=1, memory_bytes=int(needed))
+    sharded = advise(module, job, SETTINGS, "cpu", profile, options=wrapped)
+    assert row(sharded, "fsdp_tuned").total < needed
+    assert "wrap" not in sharded.reason
 
 
 def test_lookups_are_taken_from_the_batch_size_where_no_step_was_run() -> None:

@@ -2,15 +2,18 @@
 
 import dataclasses
 import inspect
-from typing import Any
+from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
+from mypy import api
 
 import lightning_distrec
 from lightning_distrec import CheckpointOptions, PrefetchOptions, TunedDDPStrategy
 from lightning_distrec.checkpoint.checkpoint_options import IncrementalOptions
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.registration import STRATEGIES
+from lightning_distrec.strategies.run import strategy_arguments
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
 
 KINDS: dict[str, Any] = {name: getattr(lightning_distrec, name) for name in lightning_distrec.__all__}
@@ -65,3 +68,27 @@ def test_lightnings_names_lead_to_ours(kind: Any) -> None:
     for name in ("cpu_offload", "mixed_precision", "sharding_strategy", "timeout", "state_dict_type", "start_method"):
         with pytest.raises(ConfigError, match=f"{name}= is no option of {kind.strategy_name}. Use "):
             kind(**{name: None})
+
+
+def test_type_checkers_find_a_typo_in_what_all_strategies_take(tmp_path: Path) -> None:
+    code = tmp_path / "job.py"
+    lines = [f"from {kind.__module__} import {kind.__name__}" for kind in PUBLIC_STRATEGIES]
+    for kind in PUBLIC_STRATEGIES:
+        for argument in ("start_seconds=9.0", "start_second=9.0", "start_seconds='9'"):
+            lines.append(f"{kind.__name__}(checkpoint={{}}, {argument})")
+    code.write_text("\n".join(lines))
+    # The strategies' own files alone: torch's would take a minute.
+    sources = [inspect.getfile(kind) for kind in (*PUBLIC_STRATEGIES, strategy_arguments)]
+    options = ("--config-file=", "--follow-imports=skip", f"--cache-dir={tmp_path}", "--python-version=3.10")
+    output, _, _ = api.run([*options, str(code), *sources])
+    errors = [line for line in output.splitlines() if line.startswith(f"{code}:") and " error: " in line]
+    assert len(errors) == 2 * len(PUBLIC_STRATEGIES), output
+    for kind, typo, text in zip(PUBLIC_STRATEGIES, errors[::2], errors[1::2], strict=True):
+        assert f'Unexpected keyword argument "start_second" for "{kind.__name__}"' in typo
+        assert 'Argument "start_seconds"' in text
+
+
+def test_type_checkers_see_the_options_of_the_class_above() -> None:
+    hints = get_type_hints(DistRecStrategy.__init__)
+    del hints["return"]
+    assert get_type_hints(strategy_arguments.RunOptions) == hints

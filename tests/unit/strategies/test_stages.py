@@ -21,7 +21,7 @@ from lightning_distrec.strategies.stages.chain import (
 )
 from lightning_distrec.strategies.stages.placement import describe_layout
 from lightning_distrec.strategies.stages.step_over_chain import enter_chain, leave_chain, split_batch
-from tests.support.chain_models import Sequence, Transformer
+from tests.support.chain_models import Flat, Sequence, Transformer
 from tests.support.dense_models import WithBatchNorm
 
 
@@ -100,6 +100,8 @@ class Lazy(Sequence):
         (Sequence, {"split": ["model.9"]}, 2, ConfigError, "'model.9' is no block after the first of 'model'"),
         (Sequence, {"split": ["model.3"]}, 3, ConfigError, "split names 1 blocks, which makes 2 stages, and"),
         (Transformer, {"last_stage": ("lif",)}, 2, ConfigError, "last_stage: no parameter outside of 'blocks'"),
+        (Flat, {}, 2, ConfigError, r"no chain of blocks\. .* Or name a module whose forward calls its layers one"),
+        (Flat, {"chain": "fc1"}, 2, ConfigError, "chain='fc1': the module has no chain of blocks there"),
         (nn.Identity, {}, 2, ConfigError, "the module has no chain of blocks. Name an nn.Sequential"),
     ],
 )
