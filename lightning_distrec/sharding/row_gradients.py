@@ -158,7 +158,8 @@ def give_gradients(kernel: Any, shards: list[LocalShard], are_kept: Callable[[],
         ends = FeatureEnds(arguments["offsets"], len(tables))
         rows = arguments["indices"]
         sorted_rows = None
-        if sorter is not None and gpu.is_on_gpu(rows) and any(s.sparse and s.weight.requires_grad for s in shards):
+        learn_rows = are_kept() and any(s.sparse and s.weight.requires_grad for s in shards)
+        if sorter is not None and learn_rows and gpu.is_on_gpu(rows):
             if not marked:
                 marked.extend(s.weight.register_post_accumulate_grad_hook(partial(_mark_summed, s)) for s in shards)
             sorted_rows = SortedRows(sorter, rows, ends)

@@ -61,10 +61,11 @@ class Stale(Sequence):
 
     def __init__(self) -> None:
         super().__init__()
-        self.parameters_at_start = list(self.parameters())
+        at_start = list(self.parameters())
+        self.parameters_at_start = lambda: at_start  # a list in an attribute would follow the module
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters_at_start, 0.1)
+        return torch.optim.SGD(self.parameters_at_start(), 0.1)
 
 
 class Counts(Sequence):
