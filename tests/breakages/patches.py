@@ -836,8 +836,8 @@ BREAKAGES = (
     Breakage(
         "sent-to-itself",
         "lightning_distrec/callbacks",
-        r"strict=True\) if other != rank\]",
-        "strict=True)]",
+        r"strict=True\) if other != rank\}",
+        "strict=True)}",
         "What a rank keeps for itself counts as sent.",
         ("multiprocess/callbacks/test_callbacks_throughput.py",),
     ),
