@@ -171,8 +171,15 @@ def translate(
 def frozen(reason: str, param_group: TableParamGroup | None = None) -> TableUpdate:
     """Return the update of a table that nothing updates now; it stays in its param group, in case it is unfrozen."""
     # Adagrad makes its state, one number for each element, also for parameters that get no gradient.
-    keeps_state = param_group is not None and isinstance(param_group.optimizer, optim.Adagrad)
-    return TableUpdate("frozen", reason, param_group, bytes_per_element=4.0 if keeps_state else 0.0)
+    optimizer = None if param_group is None else param_group.optimizer
+    keeps_state = isinstance(optimizer, optim.Adagrad)
+    return TableUpdate(
+        kind="frozen",
+        reason=reason,
+        param_group=param_group,
+        needs_full_rows=isinstance(optimizer, RowWiseAdagrad),  # makes its state, one number for each row, too
+        bytes_per_element=4.0 if keeps_state else 0.0,
+    )
 
 
 def name_optimizer(update: TableUpdate, source: str) -> TableUpdate:

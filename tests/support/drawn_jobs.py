@@ -113,6 +113,7 @@ def a_job(draw: st.DrawFn, num_ranks: int) -> Job:
         precision=draw(_rarely("bf16-mixed", "32-true")),
         loss=draw(st.sampled_from(losses)),
         decay=draw(_rarely(0.7, None)),
+        draws_anew=all(c.padding_idx is None for c in collections) and draw(_rarely(True, False)),
         seed=draw(st.integers(0, 1_000_000)),
     )
 

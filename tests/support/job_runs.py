@@ -26,6 +26,8 @@ class Outcome:
     updates: list[str] = field(default_factory=list)
     refused: str = ""
     failed: str = ""
+    logged: float = 0.0
+    """The mean loss of all examples, as it is logged at the epoch's end."""
 
 
 class JobModel(pl.LightningModule):
@@ -64,7 +66,18 @@ class JobModel(pl.LightningModule):
         losses = nn.functional.binary_cross_entropy_with_logits(
             self(batch, batch_idx), batch["label"], reduction="none"
         )
+        self.log_loss(losses)
         return losses.mean() if self.job.loss == "mean" else losses.sum() / 8
+
+    def log_loss(self, losses: Tensor) -> None:
+        """Log the mean of a batch; batches of ranks may be of unequal sizes."""
+        self.log("loss", losses.mean(), on_step=False, on_epoch=True, sync_dist=True, batch_size=len(losses))
+
+    def draw_tables(self) -> None:
+        """Draw all tables again, alike on all ranks."""
+        torch.manual_seed(self.job.seed + 1)
+        for module in self.collections:
+            module.reset_parameters()
 
     def configure_optimizers(self) -> Any:
         optimizer, options = OPTIMIZERS[self.job.optimizer]
@@ -78,12 +91,15 @@ class JobModel(pl.LightningModule):
         return [steps], [{"scheduler": decay, "interval": "step"}]
 
     def on_train_start(self) -> None:
+        if self.job.draws_anew:
+            self.draw_tables()
         setup = self.trainer.strategy.run_tables
         plan = setup.shards.plan
         self.outcome.updates = [f"{update.kind} {plan[name].sharding_type}" for name, update in setup.updates.items()]
 
     def on_train_end(self) -> None:
         self.outcome.state = whole_state(self)
+        self.outcome.logged = float(self.trainer.callback_metrics["loss"])
 
 
 def _batches_of_calls(collection: Collection, batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -195,9 +211,16 @@ def start(job: Job) -> JobModel:
     return JobModel(job)
 
 
-def train_unsharded(job: Job) -> dict[str, Tensor]:
-    """Train in this process by a plain torch loop; a step's gradient is made of those of the ranks' batches."""
+def train_unsharded(job: Job) -> tuple[dict[str, Tensor], float]:
+    """Train in this process by a plain torch loop; a step's gradient is made of those of the ranks' batches.
+
+    Returns the state, and the mean loss of all examples.
+    """
     model = start(job)
+    losses: list[Tensor] = []
+    model.log_loss = losses.append  # type: ignore[method-assign]
+    if job.draws_anew:
+        model.draw_tables()
     (optimizer,), (schedule,) = model.configure_optimizers()
     parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
     half = job.precision == "bf16-mixed"
@@ -220,7 +243,8 @@ def train_unsharded(job: Job) -> dict[str, Tensor]:
         optimizer.step()
         schedule["scheduler"].step()
         model.zero_grad()
-    return {key: value.detach() for key, value in model.state_dict().items()}
+    state = {key: value.detach() for key, value in model.state_dict().items()}
+    return state, float(torch.cat(losses).detach().float().mean())
 
 
 def table_options(job: Job) -> dict[str, dict[str, Any]]:

@@ -94,6 +94,8 @@ class Job(_Plain):
     """The strategy's loss_reduction; all but the mean are of a loss that is a sum over examples."""
     decay: float | None = None
     """Factor of all rates after each optimizer step."""
+    draws_anew: bool = False
+    """Whether a hook draws all tables again, when they are sharded, by their own `reset_parameters`."""
     seed: int = 0
 
     @property

@@ -1,4 +1,4 @@
-"""Pictures of a plan: what ranks hold, how long they take, what they send, the largest tables, and tables by ranks.
+"""Pictures of a plan: what ranks hold, how long they take, what they send, and the largest tables.
 
 Up to MAX_BARS ranks each have a bar; of more ranks a curve is drawn, sorted by height.
 """
@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_distrec.sharding.planning.planned_table import PlannedTable
 from lightning_distrec.sharding.planning.report_text import (
     matrix_in_words,
     memory_in_words,
@@ -19,7 +18,7 @@ from lightning_distrec.sharding.planning.report_text import (
     time_in_words,
 )
 from lightning_distrec.sharding.planning.sharding_plan import TIME_PARTS, RankUsage, ShardingPlan
-from lightning_distrec.sharding.planning.traffic import TRAFFIC_KINDS, estimate_traffic
+from lightning_distrec.sharding.planning.traffic import TRAFFIC_KINDS
 from lightning_distrec.sharding.sharders import SHARDING_TYPES
 from lightning_distrec.units import format_bytes, quantity
 
@@ -29,9 +28,6 @@ MAX_NUMBERS = 8
 """Matrices up to this many rows have their numbers written in."""
 MAX_LETTERS = 34
 """Characters of a table's name next to its bar."""
-MAX_MAPPED_TABLES, MAX_MAPPED_LETTERS = 24, 28
-MAX_MAPPED_RANKS = 64
-"""Of more ranks there is no picture of tables by ranks: its cells would be lines."""
 MIN_SHARE = 0.02
 """Where tables fill less than this of a memory, the picture shows them without the rest of it."""
 FAR_APART = 30
@@ -57,7 +53,6 @@ def draw_plan(plan: ShardingPlan) -> dict[str, bytes]:
         "traffic": (_draw_sent, num_ranks > 1),
         "traffic_matrix": (_draw_matrix, 1 < num_ranks <= MAX_BARS or num_nodes > 1),
         "tables": (_draw_tables, True),
-        "tables_by_rank": (draw_heat_map, 1 < num_ranks <= MAX_MAPPED_RANKS),
     }
     pictures = {}
     for name, (draw, has_content) in draws.items():
@@ -286,57 +281,7 @@ def _scale(largest: float) -> tuple[float, str]:
     return scale, units[0]
 
 
-def _short(name: str, max_letters: int = MAX_LETTERS) -> str:
+def _short(name: str) -> str:
     """Return the end of a name, by which tables differ, so that it fits next to the picture."""
-    name = name if len(name) <= max_letters else f"...{name[3 - max_letters :]}"
+    name = name if len(name) <= MAX_LETTERS else f"...{name[3 - MAX_LETTERS :]}"
     return name.replace("$", r"\$")  # a dollar begins a formula to matplotlib
-
-
-def cells(plan: ShardingPlan, tables: list[PlannedTable]) -> dict[str, NDArray[np.float64]]:
-    """Return quantity -> (tables, ranks): bytes held, milliseconds where they are known, bytes sent in a step."""
-    ranks = plan.num_ranks
-    held, time, sent = (np.zeros((len(tables), ranks)) for _ in range(3))
-    for row, table in enumerate(tables):
-        held[row] = np.bincount(table.ranks, table.shard_bytes(updates=True), minlength=ranks)
-        if table.milliseconds is not None:
-            time[row] = np.bincount(table.ranks, table.milliseconds, minlength=ranks)
-        sent[row] = estimate_traffic([table], plan.layout, plan.batch_size, plan.comms).sent()
-    quantities = {"memory": held}
-    if any(table.milliseconds is not None for table in tables):
-        quantities["estimated ms"] = time
-    if ranks > 1:
-        quantities["sent per step"] = sent
-    return quantities
-
-
-def draw_heat_map(plan: ShardingPlan) -> Any:
-    """Return the picture. Needs matplotlib."""
-    tables = sorted(plan.tables.values(), key=lambda table: -table.num_bytes)[:MAX_MAPPED_TABLES]
-    quantities = cells(plan, tables)
-    figure = _figure(9.5, 1.4 + 0.27 * len(tables))
-    for number, (axes, (quantity_name, values)) in enumerate(
-        zip(figure.subplots(1, len(quantities), squeeze=False)[0], quantities.items(), strict=True)
-    ):
-        # nan for ranks without the table: they have the background's colour, and not that of a small number.
-        shown = np.where(values > 0, values, np.nan)
-        axes.set_facecolor(FREE)
-        largest = max(float(values.max()), 1e-12)
-        axes.imshow(shown, cmap="YlGnBu", vmin=0, vmax=largest, aspect="auto", interpolation="nearest")
-        if plan.num_ranks <= MAX_NUMBERS:
-            for (row, rank), value in np.ndenumerate(values):
-                if value > 0:
-                    colour = "white" if value > 0.55 * largest else TEXT
-                    text = f"{value:.3g}" if "ms" in quantity_name else format_bytes(value)
-                    axes.text(rank, row, text, ha="center", va="center", size=7, color=colour)
-        names = [_short(table.name, MAX_MAPPED_LETTERS) for table in tables] if number == 0 else []
-        axes.set_yticks(range(len(names)), names)
-        axes.set_xticks(range(plan.num_ranks) if plan.num_ranks <= 2 * MAX_NUMBERS else [0, plan.num_ranks - 1])
-        axes.tick_params(colors=TEXT, labelsize=8, length=0)
-        axes.set_xlabel("rank", color=TEXT, size=9)
-        top = f"{largest:.3g} ms" if "ms" in quantity_name else format_bytes(largest)
-        axes.set_title(f"{quantity_name}, up to {top}", loc="left", size=9.5, color=TEXT)
-        for spine in axes.spines.values():
-            spine.set_visible(False)
-    scope = "each table" if len(tables) == len(plan.tables) else f"the {len(tables)} largest tables"
-    figure.suptitle(f"What each rank does for {scope}", x=0.02, ha="left", size=11.5, color=TEXT)
-    return figure

@@ -18,7 +18,7 @@ from tests.support.click_model import ClickModel, rank_loader, seeded
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.trainers import DEFAULTS, make_ddp_trainer, make_trainer
 
-PICTURES = ["memory", "tables", "tables_by_rank", "time", "traffic", "traffic_matrix"]
+PICTURES = ["memory", "tables", "time", "traffic", "traffic_matrix"]
 
 
 class TakesImages(Logger):

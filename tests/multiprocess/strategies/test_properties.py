@@ -62,13 +62,15 @@ def problem_of(job: Job, outcome: Outcome) -> str:
     if outcome.failed or outcome.refused:
         return outcome.failed
     with _one_thread():
-        expected, begun = train_unsharded(job), start(job).state_dict()
+        (expected, mean_loss), begun = train_unsharded(job), start(job).state_dict()
     if outcome.state.keys() != expected.keys():
         return f"the state has {sorted(outcome.state)}, not {sorted(expected)}"
     frozen = {name for name, table in job.tables().items() if table.frozen}
     is_half = job.precision == "bf16-mixed" or any(collection.half for collection in job.collections)
     limit = 3e-3 if is_half else 1e-6 if job.optimizer.startswith("SGD") else 1e-5
     problems = []
+    if not abs(outcome.logged - mean_loss) <= 10 * limit * max(1.0, mean_loss):
+        problems.append(f"the mean loss is logged as {outcome.logged}, not {mean_loss}")
     for key, value in expected.items():
         path = key.replace("embedding_bags.", "").replace("embeddings.", "").removesuffix(".weight")
         allowed = 0.0 if path in frozen else limit * max(1.0, float(value.abs().max()))

@@ -16,10 +16,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from lightning_distrec.cli import main as cli
 from lightning_distrec.sharding.planning.constraints import TableConstraints
 from lightning_distrec.sharding.planning.costs import update_milliseconds
-from lightning_distrec.sharding.planning.report_pictures import cells
 from lightning_distrec.sharding.planning.table_options import TableOptions
-from lightning_distrec.sharding.sharding_groups import NodeLayout
-from tests.support.planned import planned_at_random
 
 HERE = "tests.unit.cli.test_plan_from_data."
 BATCH, BATCHES = 32, 5
@@ -126,10 +123,3 @@ def test_rows_that_repeat_make_updates_shorter() -> None:
     every, tenth, almost_every = map(milliseconds, (1.0, 0.1, 0.999))
     assert tenth == pytest.approx(every / 10, rel=0.01)
     assert almost_every == pytest.approx(every, rel=0.01)
-
-
-def test_the_heat_map_adds_up_to_what_ranks_hold_and_send() -> None:
-    plan = planned_at_random(12, NodeLayout.equal(4, 2), seed=3)
-    actual = cells(plan, list(plan.tables.values()))
-    assert np.allclose(actual["memory"].sum(axis=0), plan.table_bytes(), atol=len(plan.tables))
-    assert (actual["sent per step"].sum(axis=0) >= plan.traffic.sent() * 0.99).all()  # sizes are sent once for several

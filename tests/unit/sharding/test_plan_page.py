@@ -117,7 +117,7 @@ def test_the_page_of_two_ranks_shows_what_they_hold_take_and_send() -> None:
     assert users[1:] == ["16,777,216 x 8", "512.0 MiB", "512.0 MiB", "5", "table_wise", "fused", "fused", "1"]
     items = next(row for row in read.rows if row[0] == "ebc.items")
     assert items[1:] == ["1,048,576 x 8", "32.0 MiB", "16.0 MiB", "5", "row_wise", "fused", "fused", "0, 1"]
-    assert len(read.pictures) == 6
+    assert len(read.pictures) == 5
 
 
 def test_without_a_cost_memory_is_what_the_tables_take_and_time_is_reported_to_be_unknown() -> None:
@@ -125,7 +125,7 @@ def test_without_a_cost_memory_is_what_the_tables_take_and_time_is_reported_to_b
     assert "Rank 1, the fullest, fills 52% of its host memory: 528.0 MiB of 1.0 GiB." in read.texts["li"]
     assert "The time of a step is not known: the plan was not estimated." in read.texts["li"]
     assert "estimated time" not in [cell for row in read.rows for cell in row]
-    assert len(read.pictures) == 5
+    assert len(read.pictures) == 4
 
 
 def test_tables_that_do_not_fit_are_in_the_headline() -> None:
@@ -207,7 +207,6 @@ def test_pictures_are_files_of_their_own(tmp_path: Path) -> None:
     assert sorted(file.name for file in (tmp_path / "new").iterdir()) == [
         "plan_memory.png",
         "plan_tables.png",
-        "plan_tables_by_rank.png",
         "plan_traffic.png",
         "plan_traffic_matrix.png",
     ]
