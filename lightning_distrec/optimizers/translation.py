@@ -170,16 +170,11 @@ def translate(
 
 def frozen(reason: str, param_group: TableParamGroup | None = None) -> TableUpdate:
     """Return the update of a table that nothing updates now; it stays in its param group, in case it is unfrozen."""
-    # Adagrad makes its state, one number for each element, also for parameters that get no gradient.
+    # Adagrad makes its state, one number for each element or row, also for parameters that get no gradient.
     optimizer = None if param_group is None else param_group.optimizer
-    keeps_state = isinstance(optimizer, optim.Adagrad)
-    return TableUpdate(
-        kind="frozen",
-        reason=reason,
-        param_group=param_group,
-        needs_full_rows=isinstance(optimizer, RowWiseAdagrad),  # makes its state, one number for each row, too
-        bytes_per_element=4.0 if keeps_state else 0.0,
-    )
+    num_bytes = 4.0 if isinstance(optimizer, optim.Adagrad) else 0.0
+    by_row = isinstance(optimizer, RowWiseAdagrad)
+    return TableUpdate("frozen", reason, param_group, needs_full_rows=by_row, bytes_per_element=num_bytes)
 
 
 def name_optimizer(update: TableUpdate, source: str) -> TableUpdate:
