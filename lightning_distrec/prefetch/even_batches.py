@@ -61,7 +61,7 @@ def even(loader: Any, ranks: Ranks, mode: UnevenInputs, warn: Callable[[str], No
 
 
 def _with_attributes(kind: type, attributes: dict[str, Any]) -> Any:
-    wrapper = object.__new__(kind)
+    wrapper: Any = object.__new__(kind)
     vars(wrapper).update(attributes)
     return wrapper
 
