@@ -61,6 +61,7 @@ def kept_up(module: nn.Module) -> Iterator[None]:
     """Around what replaces parameters of a module: entries that hold one of them get the one that takes its place."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     kept = {entry: names[entry.parameter] for entry in kept_parameters(module) if entry.parameter in names}
+    del names  # tables are freed one by one as they are sharded
     yield
     current = dict(module.named_parameters(remove_duplicate=False))
     for entry, name in kept.items():

@@ -468,7 +468,7 @@ def test_groups_that_lie_on_their_nodes_differently_are_refused() -> None:
     [
         ({"size": 0}, "size=0 must be a whole number above 0"),
         ({"size": 2, "sync_interval": 0}, "sync_interval=0 must be a whole number above 0"),
-        ({"size": 2, "sync_interval": 1.5}, "sync_interval=1.5 must be a whole number"),
+        ({"size": 2, "sync_interval": 1.5}, "sync_interval=1.5: must be a whole number"),
         ({"sync_interval": 3}, "sync_interval=3 needs a size"),
         ({"sizes": 3}, "sharding_groups: there is no option 'sizes'; did you mean 'size'"),
     ],

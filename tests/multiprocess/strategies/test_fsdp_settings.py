@@ -145,10 +145,11 @@ class OldList(Plain):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept = list(self.parameters())
+        kept = list(self.parameters())
+        self.kept = lambda: kept  # a list in an attribute would follow the module
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.kept)
+        return torch.optim.AdamW(self.kept())
 
 
 class WithLBFGS(Plain):
@@ -258,7 +259,7 @@ def test_what_cannot_be_is_refused_on_every_rank(actual: list[dict[str, Any]], m
         ({"wrap": "Linear"}, r"wrap='Linear': must be 'auto', or a list: write \['Linear'\]"),
         ({"min_num_parameters": 0}, "min_num_parameters=0: must be at least 1"),
         ({"replicas": 0}, "replicas=0: must be 'nodes', or at least 1"),
-        ({"replicas": "node"}, "replicas='node': must be 'nodes', or at least 1"),
+        ({"replicas": "node"}, "replicas='node': must be a whole number, or 'nodes'"),
         ({"reshard_after_forward": "never"}, "reshard_after_forward='never': must be 'auto', or true or false"),
     ],
 )
