@@ -43,7 +43,6 @@ def test_what_the_command_line_makes_of_a_scheduler_is_taken() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("Adagrad", "table_optimizer='Adagrad': must be a dict, not a text"),
         ({"init_args": {"lr": 1}}, "a dict with class_path is needed"),
         ({"class_path": "torch.optim.Adagard"}, "'torch.optim.Adagard' is not an optimizer; did you mean 'Adagrad'"),
         ({"class_path": "torch.nn.Linear"}, "'torch.nn.Linear' is not an optimizer"),
