@@ -387,8 +387,8 @@ BREAKAGES = (
     Breakage(
         "sizes-waited-for-early",
         "lightning_distrec/prefetch/prefetcher.py",
-        r"if not current\.waiting:",
-        "if not current.waiting:\n            step.send_following()",
+        r"if not current\.waiting and step\.message is None:",
+        "if not current.waiting and step.message is None:\n            step.send_following()",
         "On NCCL the GPU idles while the host waits for sizes in each forward.",
         ("multiprocess/prefetch/test_emulated_streams.py",),
     ),
