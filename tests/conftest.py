@@ -6,22 +6,21 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.ranks import stop_warm_ranks
 
 
-class FilesTogether(LoadScopeScheduling):
-    """A file's tests share what its fixtures made. There is one Slurm, and one pair of two machines' addresses."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        return "tests/cluster" if file.startswith("tests/cluster/") else file
-
-
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesTogether:
-    """Hand tests out so."""
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep a file's tests together, which share what its fixtures made, and those of the one Slurm."""
+    from xdist.scheduler import LoadScopeScheduling  # `python -m tests.gpu` runs where pytest is alone
+
+    class FilesTogether(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            # There is one Slurm, and one pair of two machines' addresses.
+            return "tests/cluster" if file.startswith("tests/cluster/") else file
+
     return FilesTogether(config, log)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import inspect
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fully_shard
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 
@@ -228,3 +230,9 @@ def output_strides(stage: Any) -> list[tuple[int, ...]]:
     if (learned := getattr(stage, "_stage_meta", None)) is not None:
         return [output.stride for output in learned.outputs]
     return [output.stride() for output in stage.get_outputs_meta()]
+
+
+def infers_shapes_with_loss() -> bool:
+    """Return whether a schedule's first step calls the loss once more than its micro-batches: to infer shapes by it."""
+    # Source: torch/distributed/pipelining/stage.py. torch 2.11 infers the shapes of outputs alone.
+    return "loss_fn" in inspect.signature(PipelineStage._prepare_backward_infra).parameters

@@ -293,6 +293,7 @@ def hash_zch_settings(module: Any) -> dict[str, Any]:
         "policy": "" if module._eviction_policy_name is None else module._eviction_policy_name.value,
         "ttl_hours": 0 if config is None else int(config.single_ttl or 0),
         "percent_reserved": module._percent_reserved_slots if reserves else 0.0,
+        "max_probe": module._max_probe,
     }
 
 
@@ -303,7 +304,7 @@ def hash_zch_difference(module: Any, name: str) -> str:
         "output_segments of unequal size": module._output_segments
         != [rows // buckets * bucket for bucket in range(buckets + 1)],
         "opt_in_prob below 100, which draws ids at random,": 0 < module._opt_in_prob < 100,
-        "disable_fallback=True": module.disable_fallback,
+        "disable_fallback=True": module._disable_fallback,
         "PER_FEATURE_TTL_EVICTION": module._eviction_policy_name == HashZchEvictionPolicyName.PER_FEATURE_TTL_EVICTION,
         "track_id_freq or write_runtime_meta_dim": module._hash_zch_runtime_meta is not None,
         "inference_dispatch_div_train_world_size=True": module.input_mapper._inference_dispatch_div_train_world_size,

@@ -15,7 +15,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
@@ -27,7 +26,16 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import lightning_distrec
 from lightning_distrec import TorchRecShardedStrategy
-from tests.benchmarks.performance_model import DIM, LEARNING_RATE, Batches, LitDLRM, NetWithLoss, as_dict, make_net
+from tests.benchmarks.performance_model import (
+    DIM,
+    LEARNING_RATE,
+    Batch,
+    Batches,
+    LitDLRM,
+    NetWithLoss,
+    as_dict,
+    make_net,
+)
 from tests.support.click_model import NO_OUTPUT
 
 CUT = "table_wise"

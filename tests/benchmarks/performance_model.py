@@ -1,6 +1,7 @@
 """The model and the batches whose steps are timed: an ordinary DLRM, and the same net without Lightning."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,8 +10,8 @@ import torchmetrics
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
-from torchrec.datasets.utils import Batch
 from torchrec.models.dlrm import DLRM
+from torchrec.streamable import Pipelineable
 
 NUM_TABLES, DIM, NUM_DENSE = 8, 64, 13
 HIDDEN = 128
@@ -61,6 +62,31 @@ class LitDLRM(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE)
+
+
+@dataclass
+class Batch(Pipelineable):
+    """A batch as torchrec's loops get it, as its own: torchrec.datasets needs iopath where only this is wanted."""
+
+    dense_features: Tensor
+    sparse_features: KeyedJaggedTensor
+    labels: Tensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
+        """Return it on a device."""
+        return self._each(lambda part: part.to(device=device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "Batch":
+        """Return it in pinned memory."""
+        return self._each(lambda part: part.pin_memory())
+
+    def record_stream(self, stream: Any) -> None:
+        """Keep the memory until a stream has read it."""
+        for part in (self.dense_features, self.sparse_features, self.labels):
+            part.record_stream(stream)
+
+    def _each(self, call: Callable[[Any], Any]) -> "Batch":
+        return Batch(call(self.dense_features), call(self.sparse_features), call(self.labels))
 
 
 class NetWithLoss(nn.Module):

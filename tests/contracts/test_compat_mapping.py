@@ -15,8 +15,9 @@ from tests.support.trainers import make_trainer
 
 
 def test_the_settings_of_hash_zch_are_those_that_it_was_built_with() -> None:
-    plain = {"policy": "", "ttl_hours": 0, "percent_reserved": 0.0}
+    plain = {"policy": "", "ttl_hours": 0, "percent_reserved": 0.0, "max_probe": 3}
     assert _torchrec.hash_zch_settings(hash_zch("users")) == plain
+    assert _torchrec.hash_zch_settings(hash_zch("users", max_probe=7)) == plain | {"max_probe": 7}
     evicts = hash_zch("users", evicts=True, opt_in_prob=100, percent_reserved_slots=25)
     actual = {"policy": "LRU_EVICTION", "ttl_hours": 1, "percent_reserved": 25}
     assert _torchrec.hash_zch_settings(evicts) == plain | actual

@@ -26,3 +26,23 @@ def _strides() -> list[tuple[int, ...]]:
 
 def test_output_strides_are_those_of_a_micro_batch() -> None:
     assert run_on_ranks(_strides, 1) == [[(15, 1, 5)]]
+
+
+def _num_calls_of_loss() -> int:
+    rank, num_ranks = rank_and_num_ranks()
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    losses: list[Tensor] = []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        losses.append(output.sum())
+        return losses[-1]
+
+    stage = PipelineStage(nn.Linear(3, 3), 0, 1, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 2, loss)
+    for _ in range(2):
+        schedule.step(torch.ones(4, 3), target=torch.ones(4))
+    return len(losses)
+
+
+def test_a_first_step_calls_the_loss_once_more_where_shapes_are_inferred_with_it() -> None:
+    assert run_on_ranks(_num_calls_of_loss, 1) == [4 + _torch_distributed.infers_shapes_with_loss()]

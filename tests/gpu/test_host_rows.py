@@ -8,7 +8,8 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch.utils.data import DataLoader
 
-from tests.gpu.device import needs_gpu, num_ranks
+from tests.gpu.device import num_ranks
+from tests.gpu.marks import needs_gpu
 from tests.support.click_model import EvaluatedModel, make_batch, seeded
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
 from tests.support.trainers import make_trainer

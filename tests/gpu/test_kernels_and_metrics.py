@@ -18,7 +18,8 @@ from lightning_distrec.metrics.retrieval import NDCGAtK
 from lightning_distrec.sharding.mapping.id_mapping import IdMapping
 from lightning_distrec.sharding.mapping.spec import MappingSpec
 from lightning_distrec.strategies.stages.step_effects import on_host, to_device
-from tests.gpu.device import DEVICE, own_device, runs_here
+from tests.gpu.device import DEVICE, own_device
+from tests.gpu.marks import runs_here
 
 pytestmark = runs_here
 

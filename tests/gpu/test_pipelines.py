@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_distrec import PipelineParallelStrategy
-from tests.gpu.device import ACCELERATOR, DEVICE, num_ranks, runs_here
+from tests.gpu.device import ACCELERATOR, DEVICE, num_ranks
+from tests.gpu.marks import runs_here
 from tests.support.chain_models import CHAINS, Sequence
 from tests.support.dense_models import whole_batches
-from tests.support.ranks import run_each_on_ranks
+from tests.support.ranks import CallsOnRanks
 from tests.support.trainers import DEFAULTS
 
 pytestmark = [runs_here, pytest.mark.skipif(num_ranks() < 2, reason="a pipeline needs two devices")]
@@ -64,11 +65,11 @@ def _rounded(kind: type) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def results() -> list[dict[str, Any]]:
+def results() -> CallsOnRanks:
     """What each case gave on each rank."""
     calls: dict[str, Any] = {name: (_fit, CHAINS[kind], options) for name, (kind, options) in CASES.items()}
     calls |= {"dropout": (_fit, DropsOut, {"schedule": "1f1b"}), "rounded": (_rounded, CHAINS["Sequence"])}
-    return run_each_on_ranks(calls, 2)
+    return CallsOnRanks(calls, 2)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -76,18 +77,18 @@ def test_losses_and_weights_are_those_of_one_process(results: Any, name: str) ->
     pl.seed_everything(5)
     model = CHAINS[CASES[name][0]]()
     pl.Trainer(**_settings()).fit(model, whole_batches(1), whole_batches(1))
-    for rank_result in results:
-        actual = rank_result[name]
+    per_rank = results[name]
+    for actual in per_rank:
         for values, expected in zip(actual["losses"], (model.losses, model.validated), strict=True):
             assert values == pytest.approx(expected, rel=1e-4, abs=1e-5)
         assert actual["devices"] == {DEVICE}, "NCCL reduces what is logged with sync_dist"
-    weights = results[0][name]["weights"]
+    weights = per_rank[0]["weights"]
     for key, value in model.state_dict().items():
         torch.testing.assert_close(weights[key], value, atol=1e-5, rtol=1e-4, msg=key)
 
 
 def test_dropout_behind_the_chain_and_16_bit_losses_are_no_reason_to_refuse(results: Any) -> None:
-    assert len(results[1]["dropout"]["losses"][0]) >= STEPS
-    first, last = (rank_result["rounded"]["losses"][0] for rank_result in results)
+    assert len(results["dropout"][1]["losses"][0]) >= STEPS
+    first, last = (result["losses"][0] for result in results["rounded"])
     assert first == last
     assert len(first) == STEPS

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.gpu.device import ACCELERATOR, runs_here
+from tests.gpu.device import ACCELERATOR
+from tests.gpu.marks import runs_here
 from tests.support.click_model import ClickModel, join_batches, make_batch, seeded
 from tests.support.embedding_models import whole_state
 from tests.support.incremental_runs import FullToo, LargeTables, assert_same_as_full
 from tests.support.mapped_models import DynamicModel, ManagedModel, MchModel, MchSequences, loader
-from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
+from tests.support.ranks import CallsOnRanks, rank_and_num_ranks
 from tests.support.trainers import make_trainer
 from tests.support.weighted_models import PositionWeighted
 
@@ -86,16 +87,15 @@ def train(kind: type, model_options: dict[str, Any], options: dict[str, Any], fo
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, CallsOnRanks]:
     """Number of ranks -> what each case gave on each of them."""
     calls = {name: (train, *case, tmp_path_factory.mktemp("saved")) for name, case in CASES.items()}
-    return {num: run_each_on_ranks(calls, num, timeout_seconds=240) for num in (1, 2)}
+    return {num: CallsOnRanks(calls, num, timeout_seconds=240) for num in (1, 2)}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_on_one_device_train_as_one_rank(results: Any, name: str) -> None:
-    (expected,) = (result[name] for result in results[1])
-    per_rank = [result[name] for result in results[2]]
+    (expected,), per_rank = results[1][name], results[2][name]
     means = torch.tensor([result["losses"] for result in per_rank]).mean(0)
     torch.testing.assert_close(means, torch.tensor(expected["losses"]), atol=1e-5, rtol=1e-4)
     weights = per_rank[0]["weights"]  # rank 0 has the whole state

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
-from tests.gpu.device import ACCELERATOR, DEVICE, num_ranks, runs_here
+from tests.gpu.device import ACCELERATOR, DEVICE, num_ranks
+from tests.gpu.marks import runs_here
 from tests.support.click_model import EvaluatedModel, make_batch, seeded
 from tests.support.embedding_models import whole_state
 from tests.support.emulated_fits import Deaf, batch_of

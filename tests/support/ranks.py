@@ -86,6 +86,30 @@ def run_each_on_ranks(
     return run_on_warm_ranks(_call_each, num_ranks, calls, timeout_seconds=timeout_seconds)
 
 
+class CallsOnRanks:
+    """Calls as of `run_each_on_ranks`, each made when its result is wanted: one that fails leaves the others alone."""
+
+    def __init__(
+        self, calls: dict[str, tuple[Any, ...]], num_ranks: int, timeout_seconds: float = LIMIT_SECONDS
+    ) -> None:
+        self._calls, self._num_ranks, self._timeout_seconds = calls, num_ranks, timeout_seconds
+        self._results: dict[str, list[Any] | RankFailed] = {}
+
+    def __getitem__(self, name: str) -> list[Any]:
+        """Return what a call returns on each rank. Raises RankFailed, for each test that asks for this call."""
+        if name not in self._results:
+            function, *args = self._calls[name]
+            try:
+                limit = self._timeout_seconds
+                self._results[name] = run_on_warm_ranks(function, self._num_ranks, *args, timeout_seconds=limit)
+            except RankFailed as error:
+                self._results[name] = error
+        results_or_error = self._results[name]
+        if isinstance(results_or_error, RankFailed):
+            raise results_or_error
+        return results_or_error
+
+
 def run_on_warm_ranks(
     function: Callable[..., Any], num_ranks: int, *args: Any, timeout_seconds: float = LIMIT_SECONDS
 ) -> list[Any]:

@@ -148,7 +148,7 @@ def spec_of(module: Any, name: str) -> MappingSpec | str:
         num_rows=rows,
         num_buckets=buckets,
         num_ids=module.input_size(),
-        max_probe=module.max_probe,
+        max_probe=settings["max_probe"],
         # As get_reserved_slots_per_bucket of torchrec's module.
         num_reserved=math.floor(rows * settings["percent_reserved"] / 100 / buckets),
         policy=policies.get(settings["policy"], "ttl"),

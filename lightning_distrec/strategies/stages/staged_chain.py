@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from lightning_distrec import spans
-from lightning_distrec._compat.torch_distributed import output_strides
+from lightning_distrec._compat.torch_distributed import infers_shapes_with_loss, output_strides
 from lightning_distrec.strategies.stages.called_layers import CalledLayers
 from lightning_distrec.strategies.stages.chain import PipelineRanks, Schedule, StageLayout
 
@@ -226,7 +226,7 @@ class StagedChain:
     def _schedule_for(self, value: Tensor, num: int, learns: bool) -> tuple[Any, list[SpannedStage]]:
         """Return the schedule, and its stages, for inputs of a shape: torch's stages have buffers of fixed shapes."""
         key = tuple(value.shape), value.dtype, num, learns
-        self._infers_shapes = learns and key not in self._schedules
+        self._infers_shapes = learns and key not in self._schedules and infers_shapes_with_loss()
         if key not in self._schedules:
             stages = [
                 SpannedStage(blocks, stage, self.ranks.num_stages, self.device, group=self.ranks.pipeline)

@@ -1,7 +1,6 @@
 """What is checked on a device, part by part, each in a process of its own with one rank: `Found` is what came of it."""
 
 import os
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,10 +17,8 @@ from torch.utils.data import DataLoader
 
 from tests.support.click_model import ClickModel, EvaluatedModel, make_batch, seeded
 from tests.support.emulated_fits import STEP, Deaf, batch_of, emulate_fit
+from tests.support.host_waits import WaitsOfSteps
 from tests.support.trainers import DEFAULTS, make_trainer
-
-SYNC = "called a synchronizing"
-"""In torch's warnings about waits for a GPU."""
 
 
 @dataclass
@@ -45,7 +42,7 @@ def accelerator(device: str) -> str:
     return "gpu" if device == "cuda" else device
 
 
-def _largest(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+def largest_difference(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(float((actual[name].cpu() - value.cpu()).abs().max()) for name, value in expected.items())
 
 
@@ -115,19 +112,20 @@ def parity(device: str, small: bool) -> Found:
             model = seeded(ClickModel, torch.optim.Adam, {"lr": 0.001})
             trainer.fit(model, DataLoader(batches, batch_size=None))
             states.append(model.final_state)
-        actual.differences[name] = (_largest(*states), limit)
+        actual.differences[name] = (largest_difference(*states), limit)
         print(name, actual.differences[name], flush=True)
     return actual
 
 
 def races(device: str, small: bool) -> Found:
     """Compare three batches in flight with one, while kernels sleep and losses stay on the device."""
-    from tests.gpu.test_prefetching import Deaf, JaggedBatches, Sequences, SlowCopies, fit_both
+    from tests.gpu.prefetched_fits import SlowCopies, fit_both
+    from tests.support.emulated_fits import JaggedBatches, Sequences
 
     actual = Found()
     for kind in (Deaf,) if small else (Deaf, SlowCopies, Sequences, JaggedBatches):
         (plain, _), (ahead, count) = fit_both(kind, "Adam", 3, ["row_wise"])
-        actual.differences[f"{kind.__name__}, depth 3 against 1"] = (_largest(ahead, plain), 1e-5)
+        actual.differences[f"{kind.__name__}, depth 3 against 1"] = (largest_difference(ahead, plain), 1e-5)
         actual.notes.append(f"{kind.__name__}: {count} were sent ahead.")
     return actual
 
@@ -165,28 +163,13 @@ def syncs(device: str, small: bool) -> Found:
     return actual
 
 
-class Watched(pl.Callback):
-    """Lets torch warn of each wait for the device from one step on."""
-
-    first, counted = 8, 10
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == self.first:
-            torch.cuda.set_sync_debug_mode("warn")
-        if batch_idx == self.first + self.counted:
-            torch.cuda.set_sync_debug_mode("default")
-
-
 def _waits_on_gpu() -> dict[str, float]:
     model = seeded(Deaf, torch.optim.SGD, {"lr": 0.1}, pooling="mean")
     trainer = make_trainer({"prefetch": {"depth": 3}, "sharding_types": ["row_wise"]}, accelerator="gpu")
-    trainer.callbacks.append(Watched())
-    batches = [batch_of(Deaf, number) for number in range(Watched.first + Watched.counted + 6)]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer.fit(model, DataLoader(batches, batch_size=None))
-    places = [f"{'/'.join(Path(w.filename).parts[-2:])}:{w.lineno}" for w in caught if SYNC in str(w.message)]
-    return {place: count / Watched.counted for place, count in Counter(places).items()}
+    counting = WaitsOfSteps(first=8, number=10)
+    trainer.callbacks.append(counting)
+    trainer.fit(model, DataLoader([batch_of(Deaf, number) for number in range(24)], batch_size=None))
+    return {place: count / 10 for place, count in counting.waits.items()}
 
 
 def checkpoints(device: str, small: bool) -> Found:
@@ -205,7 +188,7 @@ def checkpoints(device: str, small: bool) -> Found:
     with TemporaryDirectory() as folder:
         through = fit(f"{folder}/a", None)
         resumed = fit(f"{folder}/b", f"{folder}/a/step=5.ckpt")
-        actual.differences["resumed from an asynchronous checkpoint"] = (_largest(resumed, through), 1e-5)
+        actual.differences["resumed from an asynchronous checkpoint"] = (largest_difference(resumed, through), 1e-5)
         if device != "cuda":
             actual.notes.append("fused_uvm_caching needs a GPU.")
             return actual
@@ -213,7 +196,7 @@ def checkpoints(device: str, small: bool) -> Found:
 
         (cached,), cached_values = fit_and_test("fused_uvm_caching", Path(folder, "c"), False)
         (plain,), plain_values = fit_and_test("fused", Path(folder, "d"), False)
-        actual.differences["cached rows, fit"] = (_largest(cached_values, plain_values), 1e-5)
+        actual.differences["cached rows, fit"] = (largest_difference(cached_values, plain_values), 1e-5)
         actual.differences["cached rows, test"] = (abs(cached["val_loss"] - plain["val_loss"]), 1e-5)
         if hasattr(torch.cuda, "host_memory_stats"):
             stats = torch.cuda.host_memory_stats()

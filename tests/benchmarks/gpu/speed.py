@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from tests.benchmarks.gpu.parts import Found
 from tests.benchmarks.performance_contenders import ByHandPrefetched, ByTrainer, Turn, our_strategy
@@ -42,7 +42,7 @@ def speed(device: str, small: bool) -> Found:
             for _ in range(ROUNDS):
                 clock.ticks = 0
                 times[name].append(sum(contender.turn()) / turn.counted)
-            busy, wall = _profiled(contender, device)
+            busy, wall = _profiled(contender)
             losses[name] = [float(loss) for loss in contender.losses]
             rate = 1000 * batch_size / statistics.median(times[name])
             actual.numbers[f"{name}, batches of {batch_size}: examples per second"] = rate
@@ -57,7 +57,7 @@ def speed(device: str, small: bool) -> Found:
         actual.numbers[f"batches of {batch_size}: time of a step, ours by by hand"] = ratio
         difference = max(abs(a - b) for a, b in zip(*losses.values(), strict=True))
         actual.differences[f"losses, batches of {batch_size}"] = (difference, 1e-4)
-    if device != "cuda":
+    if busy is None:
         actual.notes.append("A CPU has no idle share.")
     return actual
 
@@ -80,9 +80,9 @@ def _strategy() -> Any:
     return our_strategy(3)
 
 
-def _profiled(contender: Any, device: str) -> tuple[float | None, float]:
+def _profiled(contender: Any) -> tuple[float | None, float]:
     """Return the time of one more turn in which kernels run, and that from its first kernel to its last."""
-    if device != "cuda":
+    if ProfilerActivity.CUDA not in supported_activities():
         contender.turn()
         return None, 0.0
     with profile(activities=[ProfilerActivity.CUDA]) as actual:
