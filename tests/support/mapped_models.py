@@ -188,13 +188,14 @@ def mch(
     scale: int = 1,
     filters: Any = None,
     buckets: int = BUCKETS,
+    device: str = "cpu",
     **options: Any,
 ) -> MCHManagedCollisionModule:
     """Return TorchRec's other module for one table."""
     entry = POLICIES[policy](threshold_filtering_func=filters)
     return MCHManagedCollisionModule(
         zch_size=ROWS[name] * scale,
-        device=torch.device("cpu"),
+        device=torch.device(device),
         eviction_policy=entry,
         eviction_interval=interval,
         name=name,

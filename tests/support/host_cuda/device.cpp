@@ -117,20 +117,24 @@ Stream current_stream(DeviceIndex device) {
 }
 
 // Takes what copies the host has waited for to where they belong. The lock is held.
-static void finish_copies() {
+// What is returned is dropped after the lock: a tensor takes it, and Python's, when it goes.
+static std::vector<LateCopy> finish_copies() {
+  std::vector<LateCopy> finished;
   for (size_t i = 0; i < late_copies.size();) {
     auto& copy = late_copies[i];
     if (has_seen(host_clock, copy.stream, copy.time)) {
       std::memcpy(copy.pinned.data_ptr(), copy.values.data_ptr(), copy.values.nbytes());
+      finished.push_back(std::move(copy));
       late_copies.erase(late_copies.begin() + i);
     } else {
       i++;
     }
   }
+  return finished;
 }
-static void host_has_seen(const Clock& clock) {
+static std::vector<LateCopy> host_has_seen(const Clock& clock) {
   merge(host_clock, clock);
-  finish_copies();
+  return finish_copies();
 }
 
 void run(const std::string& name, DeviceIndex device, const std::vector<void*>& reads, const std::vector<void*>& writes) {
@@ -169,12 +173,13 @@ void run(const std::string& name, DeviceIndex device, const std::vector<void*>& 
 
 static void wait_for(const std::string& name, const std::string& whom, const Clock* clock) {
   Reports reports;
+  std::vector<LateCopy> finished;
   std::lock_guard<std::mutex> held(lock);
   if (clock) {
-    host_has_seen(*clock);
+    finished = host_has_seen(*clock);
   } else {
     for (auto& [stream, seen] : clocks) merge(host_clock, seen);
-    finish_copies();
+    finished = finish_copies();
   }
   reports.add("wait", name + " waits for " + whom);
 }
@@ -307,8 +312,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return previous;
   }
   bool queryStream(const Stream& stream) const override {
+    std::vector<LateCopy> finished;
     std::lock_guard<std::mutex> held(lock);
-    host_has_seen(clocks[key_of(stream)]);
+    finished = host_has_seen(clocks[key_of(stream)]);
     return true;
   }
   void synchronizeStream(const Stream& stream) const override {
@@ -333,8 +339,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* event) const override {
     if (event) {
+      std::vector<LateCopy> finished;
       std::lock_guard<std::mutex> held(lock);
-      host_has_seen(*static_cast<Clock*>(event));
+      finished = host_has_seen(*static_cast<Clock*>(event));
     }
     return true;
   }

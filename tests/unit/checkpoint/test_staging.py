@@ -1,6 +1,7 @@
 """Copies of shards to the host by way of a ring of pinned slots."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from lightning_distrec.checkpoint.host_copies import Ring, copy_to_host
 from lightning_distrec.chunks import Chunk, ChunkedTensor
-from tests.support.emulated_streams import emulated_streams
+from tests.support.host_cuda.following import Found, followed_device
 
 SLOT = 64
 
@@ -81,25 +82,17 @@ def test_a_ring_that_nothing_goes_through_has_no_memory() -> None:
     assert ring.slots == []
 
 
-@pytest.mark.parametrize("on_gpu", [False, True])
-def test_copies_of_shards_are_equal_and_share_no_memory(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    # As on a GPU, but for a copy that is still on its way.
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.host_cuda)])
+def test_copies_of_shards_are_equal_and_share_no_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ring.__init__, "__defaults__", (2, SLOT))
-
-    def copied() -> list[tuple[Tensor, Tensor, Tensor]]:
-        sources = [tensor.to(torch.device("cpu")) + 0 if on_gpu else tensor.clone() for tensor in tensors()]
-        expected = [tensor.clone() for tensor in sources]
-        full = {str(i): ChunkedTensor((9,), t.dtype, [Chunk((0,), t)]) for i, t in enumerate(sources)}
-        actual = [copy.chunks[0].tensor for copy in copy_to_host(full).values()]
-        return list(zip(sources, actual, expected, strict=True))
-
-    if on_gpu:
-        with emulated_streams() as streams:
-            triples = copied()
-        assert streams.reports.hazards == []
-    else:
-        triples = copied()
-    for source, actual, expected in triples:
+    sources = [tensor.clone().to(device) for tensor in tensors()]
+    full = {str(i): ChunkedTensor((9,), t.dtype, [Chunk((0,), t)]) for i, t in enumerate(sources)}
+    with followed_device() if device == "cuda" else nullcontext(Found()) as found:
+        copies = copy_to_host(full).values()
+    assert found.hazards == []
+    for source, copy, expected in zip(sources, copies, tensors(), strict=True):
         source.zero_()
+        actual = copy.chunks[0].tensor
         assert torch.equal(actual, expected)
         assert actual.is_contiguous()
+        assert actual.is_cpu

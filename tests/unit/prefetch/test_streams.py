@@ -1,8 +1,7 @@
-"""CUDA streams, emulated on a CPU: batches of all kinds on their way to the device."""
+"""CUDA streams: batches of all kinds on their way to the device."""
 
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,9 +12,9 @@ from lightning_distrec import gpu
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.prefetch.fetcher import Streams, move_jagged, pin
 from lightning_distrec.prefetch.sources import has_same_leaves
-from tests.support.emulated_streams import EmulatedStreams, emulated_streams
+from tests.support.host_cuda.following import followed_device
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @dataclass
@@ -30,18 +29,14 @@ def jagged() -> KeyedJaggedTensor:
     return KeyedJaggedTensor(keys=["a"], values=torch.arange(4), lengths=torch.tensor([1, 3]))
 
 
-def is_pinned(tensor: Any) -> bool:
-    return bool(getattr(tensor, "emulated_pinned", False))
-
-
+@pytest.mark.host_cuda
 def test_dense_tensors_of_the_host_are_pinned_and_no_others() -> None:
     sparse, on_device = torch.eye(3).to_sparse(), torch.empty(2, device="meta")
     batch = {"a": [torch.ones(2), "text"], "b": Example(torch.ones(3), jagged()), "c": sparse, "d": on_device}
-    with emulated_streams():
-        copied = pin(batch)
-    assert is_pinned(copied["a"][0])
-    assert is_pinned(copied["b"].ids)
-    assert is_pinned(copied["b"].extras.values())
+    copied = pin(batch)
+    assert copied["a"][0].is_pinned()
+    assert copied["b"].ids.is_pinned()
+    assert copied["b"].extras.values().is_pinned()
     assert copied["a"][1] == "text"
     assert copied["c"] is sparse
     assert copied["d"] is on_device
@@ -50,20 +45,22 @@ def test_dense_tensors_of_the_host_are_pinned_and_no_others() -> None:
     assert batch["b"].ids is not copied["b"].ids  # type: ignore[attr-defined]
 
 
+@pytest.mark.host_cuda
 def test_jagged_tensors_are_copied_without_waiting() -> None:
     batches = [jagged(), torch.ones(2)], [jagged()]
-    with emulated_streams() as streams:
-        moved = move_jagged(pin(batches[0]), CPU)
-        assert streams.reports.waits == []
-        move_jagged(batches[1], CPU)
-        assert [event for _, event, _ in streams.reports.waits] == ["to(device)"] * 2, "from memory that is not pinned"
-    assert torch.equal(moved[0].lengths(), torch.tensor([1, 3]))
+    with followed_device() as found:
+        moved = move_jagged(pin(batches[0]), GPU)
+        assert found.waits == []
+        move_jagged(batches[1], GPU)
+        assert found.operations() == ["copy to the device"] * 2, "from memory that is not pinned"
+    assert torch.equal(moved[0].lengths().cpu(), torch.tensor([1, 3]))
 
 
+@pytest.mark.host_cuda
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.jagged, torch.strided])
 def test_batches_of_a_loader_on_the_device_are_ordered_and_kept(layout: torch.layout) -> None:
-    def use(streams: EmulatedStreams, pipe: Streams) -> None:
-        dense = torch.eye(4) * 2
+    def use(pipe: Streams) -> None:
+        dense = torch.eye(4, device=GPU) * 2
         if layout == torch.jagged:
             batch = torch.nested.nested_tensor([dense[0], dense[1, :2]], layout=layout)
         else:
@@ -78,40 +75,47 @@ def test_batches_of_a_loader_on_the_device_are_ordered_and_kept(layout: torch.la
         products += [part * 3 for part in (*parts, *made)]
         del made, parts, batch, dense
 
-    with emulated_streams() as streams, patch.object(gpu, "is_on_gpu", lambda tensor: True):
-        use(streams, Streams(CPU))
-        streams.run("free", [], [])
-    assert streams.reports.hazards == []
+    pipe = Streams(GPU)
+    with followed_device() as found:
+        use(pipe)
+        with pipe.copying([]):
+            torch.ones(1, device=GPU)
+        with pipe.preparing(bool):
+            torch.ones(1, device=GPU)
+        torch.ones(1, device=GPU)
+    assert found.hazards == []
 
 
-def test_the_emulation_finds_what_is_not_ordered_and_what_is_freed_early() -> None:
-    with emulated_streams() as streams:
-        other = torch.cuda.Stream()
-        made = torch.ones(3) + 1
+@pytest.mark.host_cuda
+def test_the_device_finds_what_is_not_ordered_and_what_is_freed_early() -> None:
+    other = torch.cuda.Stream()
+    made = torch.ones(3, device=GPU) + 1
+    with followed_device() as found:
         with torch.cuda.stream(other):
             read = made * 2
-        assert "unordered: mul.Tensor on 'stream 1' reads what 'step' writes" in streams.reports.hazards[0]
+        assert "unordered: aten::mul.out on cuda:0 stream" in found.hazards[0]
         other.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(other):
             read = made * 2
         torch.cuda.current_stream().wait_stream(other)
         read.add_(1)
-        assert len(streams.reports.hazards) == 1
+        assert len(found.hazards) == 1
         del read
-        torch.ones(1) + 1
-        assert len(streams.reports.hazards) == 1, "nobody gets that memory yet"
+        torch.ones(1, device=GPU)
+        assert len(found.hazards) == 1, "nobody gets that memory yet"
         with torch.cuda.stream(other):
-            torch.ones(1) + 1
-        assert "freed early: memory of 'stream 1' was used on 'step'" in streams.reports.hazards[1]
+            torch.ones(1, device=GPU)
+        assert "freed early: memory of cuda:0 stream" in found.hazards[1]
 
 
+@pytest.mark.host_cuda
 def test_a_wrapper_on_another_stream_is_built_while_all_are_idle() -> None:
-    with emulated_streams() as streams:
-        weight = torch.ones(3) * 2
-        with gpu.idle(CPU), torch.cuda.stream(torch.cuda.Stream()):
+    weight = torch.ones(3, device=GPU) * 2
+    with followed_device() as found:
+        with gpu.idle(GPU), torch.cuda.stream(torch.cuda.Stream()):
             weight.add_(1)
         weight.mul_(2)
-    assert streams.reports.hazards == []
+    assert found.hazards == []
 
 
 def test_batches_are_recognized_by_their_leaves() -> None:

@@ -9,7 +9,7 @@ from torchrec import KeyedJaggedTensor
 from lightning_distrec import gpu
 from lightning_distrec.errors import IdsError
 from lightning_distrec.sharding.calls import NO_IDS, check_batch
-from tests.support.emulated_streams import emulated_streams
+from tests.support.host_cuda.following import followed_device
 
 LIMITS = {"a": 10, "b": 100}
 
@@ -46,12 +46,13 @@ def test_lengths_that_do_not_add_up_are_an_error_all_the_same() -> None:
         check_batch("it", features(1, 2, 3, 4, 5, lengths=(1, 0, 2, 0)), None, LIMITS)
 
 
+@pytest.mark.host_cuda
 def test_the_host_waits_once() -> None:
-    batch = features(0, 9, 5, 10, 99, 50)
-    check_batch("it", features(0, 9, 5, 10, 99, 50), None, LIMITS)
-    with emulated_streams() as streams, patch.object(gpu, "is_on_gpu", lambda tensor: True):
-        check_batch("it", batch, None, LIMITS)
-    assert len(streams.reports.waits) == 1
+    batches = [features(0, 9, 5, 10, 99, 50).to(torch.device("cuda")) for _ in range(2)]
+    check_batch("it", batches[0], None, LIMITS)
+    with followed_device() as found:
+        check_batch("it", batches[1], None, LIMITS)
+    assert len(found.waits) == 1, found.waits
 
 
 @pytest.mark.parametrize(

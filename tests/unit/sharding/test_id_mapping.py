@@ -15,7 +15,7 @@ from lightning_distrec.sharding.mapping.spec import MappingSpec, dynamic_spec, s
 from lightning_distrec.sharding.mapping.state import load_into
 from lightning_distrec.sharding.tables import find_tables
 from lightning_distrec.strategies.tables.mapped_tables import refuse_shared_features
-from tests.support.emulated_streams import emulated_streams
+from tests.support.host_cuda.following import followed_device
 from tests.support.looped_mapping import LoopedMapping
 from tests.support.mapped_models import ManagedModel, hash_zch, learn
 
@@ -178,13 +178,15 @@ def test_a_feature_of_two_tables_is_mapped_for_both_or_for_none() -> None:
         refuse_shared_features([mapped, other])
 
 
+@pytest.mark.host_cuda
 @pytest.mark.parametrize("name", SPECS)
 def test_the_host_waits_for_one_number_whatever_the_ids(name: str) -> None:
     spec = SPECS[name]
-    with emulated_streams() as streams:
-        mapping = IdMapping(spec, 0, spec.num_buckets, CPU)
-        for step in range(6):
-            mapping.learn(mapping.note_lookup(_ids(step)).tolist())
+    mapping = IdMapping(spec, 0, spec.num_buckets, torch.device("cuda"))
+    batches = [_ids(step).cuda() for step in range(6)]
+    with followed_device() as found:
+        for ids in batches:
+            mapping.learn(mapping.note_lookup(ids).tolist())
             mapping.optimizer_stepped()
-        assert [event for _, event, _ in streams.reports.waits] == ["tolist"] * 6, streams.reports.waits
+    assert found.operations() == ["copy to the host"] * 6, found.waits
     assert mapping.counts.evicted > 10 or spec.policy in ("none", "ttl", "ttl_lru")

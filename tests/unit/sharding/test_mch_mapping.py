@@ -12,17 +12,19 @@ from lightning_distrec.chunks import ChunkedTensor
 from lightning_distrec.errors import IdsError
 from lightning_distrec.sharding.mapping.mch_mapping import MchMapping
 from lightning_distrec.sharding.mapping.spec import ANY_ID, MchSpec, spec_of
-from tests.support.emulated_streams import emulated_streams
+from tests.support.host_cuda.following import followed_device
 from tests.support.mapped_models import BUCKETS, ROWS, learn, mch
 
 CPU = torch.device("cpu")
 
 
-def _mapping(first_bucket: int = 0, num_buckets: int = BUCKETS, **options: Any) -> MchMapping:
+def _mapping(
+    first_bucket: int = 0, num_buckets: int = BUCKETS, device: torch.device = CPU, **options: Any
+) -> MchMapping:
     module = mch("users", **options)
     spec = spec_of(module, "users")
     assert isinstance(spec, MchSpec)
-    return MchMapping(spec, first_bucket, num_buckets, CPU, module)
+    return MchMapping(spec, first_bucket, num_buckets, device, module)
 
 
 def _bucket_ids(bucket: int, *numbers: int) -> Tensor:
@@ -85,34 +87,29 @@ def test_a_hash_function_must_stay_in_its_range() -> None:
 
 def _num_torchrec_waits(policy: str) -> int:
     """Return how often the host waits for an update of torchrec's own module."""
-    with emulated_streams() as streams:
-        module = mch("users", policy=policy, interval=1, buckets=1)
-        jagged = JaggedTensor(torch.arange(40), lengths=torch.tensor([40]))
-        module._current_iter, module._last_eviction_iter = 0, 0  # else read from the device in the first step
-        module._init_history_buffers({"": jagged})
-        streams.reports.waits.clear()
+    module = mch("users", policy=policy, interval=1, buckets=1, device="cuda")
+    jagged = JaggedTensor(torch.arange(40), lengths=torch.tensor([40])).to(torch.device("cuda"))
+    module._current_iter, module._last_eviction_iter = 0, 0  # else read from the device in the first step
+    module._init_history_buffers({"": jagged})
+    with followed_device() as found:
         module.profile({"": jagged})
-        return len(streams.reports.waits)
+    return len(found.waits)
 
 
+@pytest.mark.host_cuda
 @pytest.mark.parametrize("policy", ["lfu", "lru"])
-def test_the_host_waits_where_torchrecs_code_does_only(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_waits_where_torchrecs_code_does_only(policy: str) -> None:
     torchrec_waits = _num_torchrec_waits(policy)
     assert torchrec_waits > 4
-    with emulated_streams() as streams:
-        mapping = _mapping(interval=2, policy=policy)
-        # Its constructor copies numbers to the device, which the emulation does not see.
-        monkeypatch.delattr(type(mapping._bucket), "__init__")
-        streams.reports.waits.clear()
-        for step, num_buckets in enumerate((1, 1, 1, 3, 2, 6)):
-            ids = (torch.arange(5) + 5 * step).unsqueeze(1) * BUCKETS + torch.arange(num_buckets)
+    mapping = _mapping(interval=2, policy=policy, device=torch.device("cuda"))
+    for step, num_buckets in enumerate((1, 1, 1, 3, 2, 6)):
+        ids = ((torch.arange(5) + 5 * step).unsqueeze(1) * BUCKETS + torch.arange(num_buckets)).cuda()
+        with followed_device() as found:
             ends = mapping.note_lookup(ids.view(-1))
-            assert streams.reports.waits == []
-            numbers = ends.tolist()  # the one read of an update
-            streams.reports.waits.clear()
+        assert found.waits == []
+        numbers = ends.tolist()  # the one read of an update
+        with followed_device() as found:
             mapping.learn(numbers)
-            expected = num_buckets * torchrec_waits if numbers else 0
-            assert len(streams.reports.waits) == expected, streams.reports.waits
-            streams.reports.waits.clear()
-            mapping.optimizer_stepped()
-            mapping.find(ids)
+        assert len(found.waits) == (num_buckets * torchrec_waits if numbers else 0), found.waits
+        mapping.optimizer_stepped()
+        mapping.find(ids)

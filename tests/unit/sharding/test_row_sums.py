@@ -1,8 +1,7 @@
 """Gradients of rows that were looked up several times, summed as on a GPU."""
 
-from types import SimpleNamespace
+from contextlib import nullcontext
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,27 +14,30 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from lightning_distrec import gpu
 from lightning_distrec.sharding.row_gradients import LocalShard, give_gradients, local_shards_of
-from tests.support.emulated_streams import EmulatedStreams, emulated_streams
+from tests.support.host_cuda.following import Found, followed_device
 
-CPU = torch.device("cpu")
 TABLES = {"a": (7, 4), "empty": (3, 8), "b": (50, 8)}
 FEATURES = [0, 0, 1, 2]
 BAGS = 40
 
 
-def kernel_and_shards(features: list[int]) -> tuple[Any, list[LocalShard]]:
-    torch.manual_seed(1)
-    specs = [(*item, EmbeddingLocation.HOST, ComputeDevice.CPU) for item in TABLES.values()]
+def kernel_and_shards(features: list[int], device: str = "cpu") -> tuple[Any, list[LocalShard]]:
+    place = (EmbeddingLocation.HOST, ComputeDevice.CPU)
+    if device == "cuda":
+        place = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
+    specs = [(*item, *place) for item in TABLES.values()]
     kernel = SplitTableBatchedEmbeddingBagsCodegen(
         specs,
         feature_table_map=features,
         optimizer=EmbOptimType.EXACT_SGD,
         pooling_mode=PoolingMode.SUM,
         table_names=list(TABLES),
+        device=torch.device(device),
     )
-    kernel.init_embedding_weights_uniform(-1.0, 1.0)
+    draw = torch.Generator().manual_seed(1)
+    for weight in kernel.split_embedding_weights():
+        weight.copy_(torch.rand(weight.shape, generator=draw) * 2 - 1)
     shards = local_shards_of(kernel)
     give_gradients(kernel, shards)
     return kernel, shards
@@ -52,26 +54,25 @@ def ids_of(features: list[int]) -> tuple[Tensor, Tensor]:
     return torch.cat(ids), torch.cat([torch.zeros(1, dtype=torch.long), lengths.flatten().cumsum(0)])
 
 
-def gradients(features: list[int], streams: EmulatedStreams | None = None) -> list[Any]:
-    """Return the shards' gradients; streams: on an emulated GPU."""
-    kernel, shards = kernel_and_shards(features)
-    ids, offsets = (item.to(CPU) for item in ids_of(features))
+def gradients(features: list[int], device: str = "cpu") -> tuple[list[Any], Found]:
+    """Return the shards' gradients on the host, and what the device reports of backward."""
+    kernel, shards = kernel_and_shards(features, device)
+    ids, offsets = (item.to(device) for item in ids_of(features))
     kernel(indices=ids, offsets=offsets)  # numbers of the kernel's features are sent to the GPU once
     actual = kernel(indices=ids, offsets=offsets)
-    factors = torch.randn(actual.shape, generator=torch.Generator().manual_seed(3))
-    if streams is not None:
-        streams.reports.waits.clear()
-    (actual * factors).sum().backward()
-    return [shard.weight.grad for shard in shards]
+    factors = torch.randn(actual.shape, generator=torch.Generator().manual_seed(3)).to(device)
+    found = Found()
+    with followed_device() if device == "cuda" else nullcontext(found) as found:
+        (actual * factors).sum().backward()
+    return [shard.weight.grad.cpu() for shard in shards], found
 
 
+@pytest.mark.host_cuda
 def test_sums_are_those_of_an_embedding_in_double_precision_and_the_host_does_not_wait() -> None:
-    with emulated_streams() as streams:
-        actual = gradients(FEATURES, streams)
-        waits, hazards = list(streams.reports.waits), list(streams.reports.hazards)
-    assert waits == []
-    assert hazards == []
-    on_cpu = gradients(FEATURES)
+    actual, found = gradients(FEATURES, "cuda")
+    assert found.waits == []
+    assert found.hazards == []
+    on_cpu, _ = gradients(FEATURES)
     ids, offsets = ids_of(FEATURES)
     pieces = [slice(offsets[f * BAGS], offsets[(f + 1) * BAGS]) for f in range(len(FEATURES))]
     dims = [list(TABLES.values())[table][1] for table in FEATURES]
@@ -88,40 +89,35 @@ def test_sums_are_those_of_an_embedding_in_double_precision_and_the_host_does_no
         torch.testing.assert_close(grad.to_dense().double(), weight.grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.host_cuda
 def test_features_that_are_not_in_the_order_of_their_tables_are_summed_by_torch() -> None:
     features = [2, 0, 1]
-    with emulated_streams() as streams:
-        actual = gradients(features, streams)
-        assert {description.partition(".")[0] for _, description, _ in streams.reports.waits} == {"_coalesce"}
-    for first, other in zip(actual, gradients(features), strict=True):
+    actual, found = gradients(features, "cuda")
+    assert set(found.operations()) == {"aten::_coalesce"}
+    for first, other in zip(actual, gradients(features)[0], strict=True):
         assert torch.equal(first.to_dense(), other.to_dense())
 
 
+@pytest.mark.host_cuda
 @pytest.mark.parametrize("used", [{"a"}, {"a", "b", "empty"}])
 def test_tables_that_no_loss_has_used_get_no_gradient_for_one_wait(used: set[str]) -> None:
-    with emulated_streams() as streams:
-        kernel, shards = kernel_and_shards(FEATURES)
-        for shard in shards:
-            shard.used = used
-        ids, offsets = (item.to(CPU) for item in ids_of(FEATURES))
-        actual = kernel(indices=ids, offsets=offsets)
-        streams.reports.waits.clear()
+    kernel, shards = kernel_and_shards(FEATURES, "cuda")
+    for shard in shards:
+        shard.used = used
+    ids, offsets = (item.cuda() for item in ids_of(FEATURES))
+    actual = kernel(indices=ids, offsets=offsets)
+    with followed_device() as found:
         actual[:, :8].sum().backward()
-        waits = [description for _, description, _ in streams.reports.waits]
-    assert waits == ["tolist"] * (used == {"a"})
+    assert found.operations() == ["copy to the host"] * (used == {"a"})
     assert [shard.weight.grad is None for shard in shards] == [shard.table not in used for shard in shards]
 
 
+@pytest.mark.host_cuda
 @pytest.mark.parametrize("lookups", [1, 2])
 def test_a_gradient_of_one_lookup_is_known_to_be_summed(lookups: int) -> None:
-    def to_host(tensor: Tensor) -> Any:
-        return SimpleNamespace(read=tensor.tolist)
-
-    # Without the emulation, whose dispatch mode makes autograd copy gradients as they are.
-    with patch.object(gpu, "is_on_gpu", lambda tensor: True), patch.object(gpu, "HostCopy", to_host):
-        kernel, shards = kernel_and_shards(FEATURES)
-        ids, offsets = ids_of(FEATURES)
-        sum(kernel(indices=ids, offsets=offsets).sum() for _ in range(lookups)).backward()
+    kernel, shards = kernel_and_shards(FEATURES, "cuda")
+    ids, offsets = (item.cuda() for item in ids_of(FEATURES))
+    sum(kernel(indices=ids, offsets=offsets).sum() for _ in range(lookups)).backward()
     for shard in shards:
         gradient = shard.weight.grad
         assert gradient.is_coalesced() or lookups > 1

@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 _library: Any = None
 _reports: Counter[tuple[str, str, str]] = Counter()
 """How often (kind, text, place in Python) was reported."""
+followers: list[Callable[[str, str], None]] = []
+"""Are called with the kind and the text of each report, where it is made."""
 
 
 def load_library() -> None:
@@ -45,6 +48,8 @@ def load_library() -> None:
 @ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p)
 def _report(kind: bytes, text: bytes) -> None:
     _reports[kind.decode(), text.decode(), _place()] += 1
+    for follow in followers:
+        follow(kind.decode(), text.decode())
 
 
 def _place() -> str:
