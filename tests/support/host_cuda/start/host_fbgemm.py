@@ -171,14 +171,20 @@ def _look_up(
     for feature in _features(bags, pooling, max_dim):
         looked_up = rows.read(rows.place(feature), feature.ids, rows.slots(feature), feature.dim)
         looked_up *= _factors(feature, pooling, per_id)[:, None]
-        pooled = torch.zeros(len(feature.lengths), feature.dim, dtype=torch.float32).index_add_(0, feature.bags, looked_up)
+        pooled = torch.zeros(len(feature.lengths), feature.dim, dtype=torch.float32).index_add_(
+            0, feature.bags, looked_up
+        )
         result.view(-1)[feature.columns()] = pooled
     return result.to(DTYPES[dtype])
 
 
 def _factors(feature: Feature, pooling: int, per_id: Tensor | None) -> Tensor:
     """Return what each id's row counts in its bag."""
-    factors = torch.ones(len(feature.ids), dtype=torch.float32) if per_id is None else per_id[feature.first :][: len(feature.ids)].float()
+    factors = (
+        torch.ones(len(feature.ids), dtype=torch.float32)
+        if per_id is None
+        else per_id[feature.first :][: len(feature.ids)].float()
+    )
     return factors / feature.lengths[feature.bags] if pooling == MEAN else factors
 
 
