@@ -34,6 +34,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let ranks of tests/multiprocess train on GPUs, or on CUDA devices in host memory."""
+    parser.addoption("--accelerator", choices=("cpu", "gpu"), default="cpu", help="what ranks train on")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tell ranks, which are processes of their own."""
+    os.environ["RANKS_ACCELERATOR"] = config.getoption("--accelerator")
+
+
 OF_RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
