@@ -359,7 +359,7 @@ BREAKAGES = (
         "Ranks that wait in teardown for a rank that has died stay for ever.",
         ("cluster/test_dead_ranks.py",),
     ),
-    # ---- GPUs, on emulated streams and with an emulated cache
+    # ---- GPUs, on CUDA devices in host memory
     Breakage(
         "cache-not-emptied",
         "lightning_distrec/sharding/weights/shard_access.py",
@@ -390,7 +390,7 @@ BREAKAGES = (
         r"if not current\.waiting and step\.message is None:",
         "if not current.waiting and step.message is None:\n            step.send_following()",
         "On NCCL the GPU idles while the host waits for sizes in each forward.",
-        ("multiprocess/prefetch/test_emulated_streams.py",),
+        ("multiprocess/host_cuda/test_prefetched_fits.py",),
     ),
     Breakage(
         "jagged-batches-waited-for",
@@ -398,7 +398,7 @@ BREAKAGES = (
         r"non_blocking=True",
         "non_blocking=False",
         "The host waits for each batch that holds a KeyedJaggedTensor.",
-        ("multiprocess/prefetch/test_emulated_streams.py", "unit/prefetch/test_streams.py"),
+        ("multiprocess/host_cuda/test_prefetched_fits.py", "multiprocess/host_cuda/test_marked_tests.py"),
     ),
     Breakage(
         "features-not-recorded",
@@ -406,7 +406,7 @@ BREAKAGES = (
         r"features\.record_stream\(stream\)",
         "pass",
         "On a GPU later batches overwrite the lengths that pooling of means reads: wrong numbers.",
-        ("multiprocess/prefetch/test_emulated_streams.py",),
+        ("multiprocess/host_cuda/test_prefetched_fits.py",),
     ),
     Breakage(
         "prepared-on-any-stream",
@@ -414,7 +414,7 @@ BREAKAGES = (
         r"preparing=self\._streams\.preparing,",
         "",
         "On a GPU lookups are prepared before their batch is copied: wrong ids.",
-        ("multiprocess/prefetch/test_emulated_streams.py",),
+        ("multiprocess/host_cuda/test_prefetched_fits.py",),
     ),
     Breakage(
         "batch-not-awaited",
@@ -422,7 +422,7 @@ BREAKAGES = (
         r"stream\.wait_event\(copied\)",
         "pass",
         "On a GPU a step reads its batch before it is copied.",
-        ("multiprocess/prefetch/test_emulated_streams.py",),
+        ("multiprocess/host_cuda/test_prefetched_fits.py",),
     ),
     Breakage(
         "rebuilt-batches",
@@ -430,7 +430,7 @@ BREAKAGES = (
         r"is_current = current is not None and has_same_leaves\(batch, current\.batch\)",
         "is_current = current is not None and batch is current.batch",
         "Under DDP with device_ids no declared ids are sent ahead.",
-        ("multiprocess/prefetch/test_emulated_streams.py",),
+        ("multiprocess/host_cuda/test_prefetched_fits.py",),
     ),
     Breakage(
         "unfreezing-beside-the-step",
@@ -438,7 +438,7 @@ BREAKAGES = (
         r"yield if is_gpu\(device\): torch\.cuda\.synchronize\(device\)",
         "yield",
         "On a GPU a step reads weights that DDP's construction still writes.",
-        ("multiprocess/prefetch/test_emulated_streams.py", "unit/prefetch/test_streams.py"),
+        ("multiprocess/host_cuda/test_prefetched_fits.py", "multiprocess/host_cuda/test_marked_tests.py"),
     ),
     Breakage(
         "slots-filled-too-early",
@@ -454,7 +454,7 @@ BREAKAGES = (
         r"if sorted_rows is not None and row_gradients:",
         "if False:",
         "On a GPU the host waits in backward, once for each table with a sparse gradient.",
-        ("unit/sharding/test_row_sums.py",),
+        ("multiprocess/host_cuda/test_marked_tests.py",),
     ),
     Breakage(
         "recomputed-from-new-buffers",
@@ -462,7 +462,7 @@ BREAKAGES = (
         r"if buffer\.nbytes > SMALL_BYTES and getattr",
         "if getattr",
         "The host waits for a GPU in the forward of each block that is computed again.",
-        ("unit/strategies/test_activation_checkpointing.py",),
+        ("multiprocess/host_cuda/test_marked_tests.py",),
     ),
     Breakage(
         "pinning-of-anything",
@@ -470,7 +470,7 @@ BREAKAGES = (
         r"return data\.pin_memory\(\) if can_be else data",
         "return data.pin_memory()",
         "Loaders that yield CUDA or sparse tensors end the run.",
-        ("unit/prefetch/test_streams.py",),
+        ("multiprocess/host_cuda/test_marked_tests.py",),
     ),
     # ---- sharding and lookups
     Breakage(

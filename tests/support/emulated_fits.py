@@ -1,9 +1,8 @@
-"""Fits on emulated CUDA streams, and the models that they train."""
+"""Prefetched fits on CUDA devices in host memory, and the models that they train."""
 
 import os
 from itertools import pairwise
 from typing import Any
-from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
@@ -13,13 +12,12 @@ from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 
 from lightning_distrec import PipelineParallelStrategy
-from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from tests.benchmarks.performance_contenders import ByHandPrefetched, Turn
 from tests.benchmarks.performance_model import Batches
 from tests.support.chain_models import CHAINS
 from tests.support.click_model import FEATURES, ClickModel, SequenceModel, bag_configs, make_batch, seeded
-from tests.support.emulated_streams import emulated_streams
+from tests.support.host_cuda.following import followed_device
 from tests.support.mapped_models import ManagedModel, loader
 from tests.support.ranks import rank_and_num_ranks
 from tests.support.trainers import DEFAULTS, make_trainer
@@ -140,66 +138,67 @@ class Marks(pl.Callback):
 STEP, FORWARD = ("step begins", "", ""), ("forward is queued", "", "")
 
 
-def emulate_fit(
+def follow_fit(
     kind: type, optimizer: type, narrow: str, wide: str, update: str = "auto", clip: float | None = None
 ) -> tuple[list[str], list[Any], str]:
-    """Return the hazards of a fit on emulated streams, the waits of the host, and how many lookups were sent ahead.
+    """Return the hazards of a fit on a device, the waits of the host, and how many lookups were sent ahead.
 
     narrow, wide: the sharding types of the table "narrow", and of all other ones. clip: the limit of the norm.
-    As under NCCL, ids that are sent ahead have no group of their own. Three batches are in flight.
+    Three batches are in flight.
     """
     model = seeded(kind, optimizer, {"lr": 0.1}, pooling="mean")
     strategy: dict[str, Any] = {"sharding_types": [wide], "convert_embeddings": "all", "embedding_update": update}
     if kind is Deaf:
         strategy["tables"] = {"ebc.narrow": {"sharding_types": [narrow]}}
-    return _emulate(model, model.mlp, strategy, [batch_of(kind, number) for number in range(STEPS)], clip)
+    return _follow(model, model.mlp, strategy, [batch_of(kind, number) for number in range(STEPS)], clip)
 
 
-def emulate_mapped_fit(kind: type[ManagedModel], options: dict[str, Any], tables: dict[str, Any]) -> Any:
+def follow_mapped_fit(kind: type[ManagedModel], options: dict[str, Any], tables: dict[str, Any]) -> Any:
     """The same of a model whose ids have no fixed range; with them the number of rows that were taken from ids."""
     model = seeded(kind, **options)
     strategy = {"convert_embeddings": "all", "tables": tables}
     rank, num_ranks = rank_and_num_ranks()
-    result = _emulate(model, model.over, strategy, loader(0, STEPS, rank, num_ranks, num_ranks).dataset)
+    result = _follow(model, model.over, strategy, loader(0, STEPS, rank, num_ranks, num_ranks).dataset)
     mapped = sharded_tables_of(model)
     assert mapped is not None
     return *result, sum(mapping.counts.evicted for mapping in mapped.mappings.values())
 
 
-def _emulate(
+def _follow(
     model: Any, last_layer: nn.Module, options: dict[str, Any], batches: Any, clip: float | None = None
 ) -> tuple[list[str], list[Any], str]:
     marks = Marks(last_layer)
-    trainer = make_trainer({"prefetch": {"depth": 3}, **options}, callbacks=[marks], gradient_clip_val=clip)
-    with emulated_streams() as streams, patch.object(Consensus, "ids_group", lambda self: None):
-        marks.waits = streams.reports.waits
+    strategy = {"prefetch": {"depth": 3}, "process_group_backend": "nccl", **options}
+    trainer = make_trainer(strategy, accelerator="gpu", callbacks=[marks], gradient_clip_val=clip)
+    with followed_device() as found:
+        marks.waits = found.waits
         trainer.fit(model, DataLoader(batches, batch_size=None))
     ahead = str(trainer.strategy.lookups_ahead.get("training 0"))  # type: ignore[attr-defined]
-    return sorted(set(streams.reports.hazards)), streams.reports.waits, ahead
+    return sorted(set(found.hazards)), found.waits, ahead
 
 
-def emulate_pipeline_fit(kind: str, options: dict[str, Any]) -> tuple[list[str], list[Any]]:
-    """Return the hazards of a fit whose chain is computed in stages, on emulated streams, and the waits of the host."""
+def follow_pipeline_fit(kind: str, options: dict[str, Any]) -> tuple[list[str], list[Any]]:
+    """Return the hazards of a fit whose chain is computed in stages, on devices, and the waits of the host."""
     model, rank = CHAINS[kind](), rank_and_num_ranks()
     model.on_train_batch_end = lambda *_: None  # which reads what is logged
     marks = Marks(nn.Identity())
-    strategy = PipelineParallelStrategy(**options)
-    trainer = pl.Trainer(
-        strategy=strategy, devices=rank[1], **(DEFAULTS | {"callbacks": [marks], "limit_val_batches": 0})
-    )
-    with emulated_streams() as streams:
-        marks.waits = streams.reports.waits
+    strategy = PipelineParallelStrategy(process_group_backend="nccl", **options)
+    settings = DEFAULTS | {"accelerator": "gpu", "callbacks": [marks], "limit_val_batches": 0}
+    trainer = pl.Trainer(strategy=strategy, devices=rank[1], **settings)
+    with followed_device() as found:
+        marks.waits = found.waits
         trainer.fit(model)
-    return sorted(set(streams.reports.hazards)), streams.reports.waits
+    return sorted(set(found.hazards)), found.waits
 
 
-def emulate_torchrec_pipeline() -> list[list[Any]]:
+def follow_torchrec_pipeline() -> list[list[Any]]:
     """Return what the host waits for in each step of torchrec's TrainPipelineSparseDist, over table-wise tables."""
-    with emulated_streams() as streams:
+    with followed_device() as found:
         os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())
-        turn = Turn(1, STEPS - 4, 3)
-        manual = ByHandPrefetched(60, Batches(60, turn.steps, dist.get_rank(), num_tables=2, batch_size=8), turn)
+        turn, device = Turn(1, STEPS - 4, 3), torch.device("cuda", torch.cuda.current_device())
+        batches = Batches(60, turn.steps, dist.get_rank(), num_tables=2, batch_size=8)
+        manual = ByHandPrefetched(60, batches, turn, device)
         begins: list[int] = []
-        manual.clock = lambda: float(begins.append(len(streams.reports.waits)) or 0)  # type: ignore[func-returns-value]
+        manual.clock = lambda: float(begins.append(len(found.waits)) or 0)  # type: ignore[func-returns-value]
         manual.turn()
-    return [streams.reports.waits[begin:end] for begin, end in pairwise(begins)]
+    return [found.waits[begin:end] for begin, end in pairwise(begins)]

@@ -1,7 +1,6 @@
 """What is checked on a device, part by part, each in a process of its own with one rank: `Found` is what came of it."""
 
 import os
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tests.support.click_model import ClickModel, EvaluatedModel, make_batch, seeded
-from tests.support.emulated_fits import STEP, Deaf, batch_of, emulate_fit
+from tests.support.emulated_fits import Deaf, batch_of
 from tests.support.host_waits import WaitsOfSteps
 from tests.support.trainers import DEFAULTS, make_trainer
 
@@ -147,19 +146,13 @@ def sanitizer(device: str, small: bool) -> Found:
 
 
 def syncs(device: str, small: bool) -> Found:
-    """Count what the host waits for in a prefetched step: as torch warns of it; on a CPU, on emulated streams."""
+    """Count what the host waits for in a prefetched step, as torch warns of it."""
     actual = Found()
-    if device == "cuda":
-        waits = _waits_on_gpu()
-        actual.notes.append("torch.cuda.set_sync_debug_mode does not see waits for events and streams.")
-    else:
-        _, noted, _ = emulate_fit(Deaf, torch.optim.SGD, "table_wise", "row_wise")
-        begins = [i for i, wait in enumerate(noted) if wait == STEP]
-        steps = [noted[begin:end] for begin, end in zip(begins, begins[1:], strict=False)][6:-3]
-        places = [f"{stream}: {place.partition(' <')[0]}" for step in steps for stream, name, place in step if name]
-        waits = {place: count / len(steps) for place, count in Counter(places).items()}
-        actual.notes.append("Counted on emulated streams; 'step' with consensus.py is the host's own memory.")
-    actual.numbers |= waits
+    if device != "cuda":
+        actual.notes.append("Waits are counted on a GPU, or on the CUDA device in host memory.")
+        return actual
+    actual.numbers |= _waits_on_gpu()
+    actual.notes.append("torch.cuda.set_sync_debug_mode does not see waits for events and streams.")
     return actual
 
 

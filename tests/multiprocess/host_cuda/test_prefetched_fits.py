@@ -1,4 +1,4 @@
-"""Prefetching on emulated CUDA streams."""
+"""Prefetching on CUDA devices in host memory."""
 
 from itertools import pairwise
 from typing import Any
@@ -17,27 +17,27 @@ from tests.support.emulated_fits import (
     RewrittenBuffer,
     Sequences,
     Unfreezing,
-    emulate_fit,
-    emulate_mapped_fit,
-    emulate_pipeline_fit,
-    emulate_torchrec_pipeline,
+    follow_fit,
+    follow_mapped_fit,
+    follow_pipeline_fit,
+    follow_torchrec_pipeline,
 )
+from tests.support.host_cuda.runs import device_ranks
 from tests.support.mapped_models import DynamicModel, ManagedModel, MchModel
-from tests.support.ranks import run_each_on_ranks
 
 CASES: dict[str, tuple[Any, ...]] = {
-    "an EmbeddingBagCollection, table- and row-wise": (emulate_fit, Deaf, SGD, "table_wise", "row_wise"),
-    "column-wise and table-row-wise": (emulate_fit, Deaf, Adam, "column_wise", "table_row_wise"),
-    "an EmbeddingCollection, row-wise": (emulate_fit, Sequences, Adam, "", "row_wise"),
-    "an EmbeddingCollection, table-wise": (emulate_fit, Sequences, SGD, "", "table_wise"),
-    "an EmbeddingCollection, column-wise": (emulate_fit, Sequences, Adam, "", "column_wise"),
-    "a KeyedJaggedTensor in the batch": (emulate_fit, JaggedBatches, Adagrad, "", "column_wise"),
-    "computed ids of an nn.EmbeddingBag": (emulate_fit, PlainBags, SGD, "", "row_wise"),
-    "computed ids, and Adam": (emulate_fit, PlainBags, Adam, "", "table_wise"),
-    "computed ids of a buffer that each step rewrites": (emulate_fit, RewrittenBuffer, SGD, "", "row_wise"),
-    "declared ids, and a new dict for each batch": (emulate_fit, DeclaredBags, SGD, "", "row_wise"),
-    "sparse updates, clipped": (emulate_fit, Deaf, SGD, "table_wise", "row_wise", "sparse", 0.1),
-    "a layer that is unfrozen": (emulate_fit, Unfreezing, SGD, "", "row_wise"),
+    "an EmbeddingBagCollection, table- and row-wise": (follow_fit, Deaf, SGD, "table_wise", "row_wise"),
+    "column-wise and table-row-wise": (follow_fit, Deaf, Adam, "column_wise", "table_row_wise"),
+    "an EmbeddingCollection, row-wise": (follow_fit, Sequences, Adam, "", "row_wise"),
+    "an EmbeddingCollection, table-wise": (follow_fit, Sequences, SGD, "", "table_wise"),
+    "an EmbeddingCollection, column-wise": (follow_fit, Sequences, Adam, "", "column_wise"),
+    "a KeyedJaggedTensor in the batch": (follow_fit, JaggedBatches, Adagrad, "", "column_wise"),
+    "computed ids of an nn.EmbeddingBag": (follow_fit, PlainBags, SGD, "", "row_wise"),
+    "computed ids, and Adam": (follow_fit, PlainBags, Adam, "", "table_wise"),
+    "computed ids of a buffer that each step rewrites": (follow_fit, RewrittenBuffer, SGD, "", "row_wise"),
+    "declared ids, and a new dict for each batch": (follow_fit, DeclaredBags, SGD, "", "row_wise"),
+    "sparse updates, clipped": (follow_fit, Deaf, SGD, "table_wise", "row_wise", "sparse", 0.1),
+    "a layer that is unfrozen": (follow_fit, Unfreezing, SGD, "", "row_wise"),
 }
 LEARNED = {name: 5 for name in CASES if name.startswith("computed ids")}
 """Steps that are looked at before ids are sent ahead; 1 for others."""
@@ -45,15 +45,15 @@ LEARNED = {name: 5 for name in CASES if name.startswith("computed ids")}
 
 EVICTING = {"ids": "dynamic", "rows": 24, "buckets": 6, "min_sights": 2}
 MAPPED: dict[str, tuple[Any, ...]] = {
-    "HashZch": (emulate_mapped_fit, ManagedModel, {}, {}),
+    "HashZch": (follow_mapped_fit, ManagedModel, {}, {}),
     "dynamic ids that lose rows": (
-        emulate_mapped_fit,
+        follow_mapped_fit,
         DynamicModel,
         {},
         {"users": {**EVICTING, "evict": "lfu"}, "goods": {**EVICTING, "evict": "lru"}, "first": EVICTING},
     ),
-    "MCH": (emulate_mapped_fit, MchModel, {"policy": "lru", "interval": 1}, {}),
-    "MCH, every fourth step": (emulate_mapped_fit, MchModel, {"interval": 4}, {}),
+    "MCH": (follow_mapped_fit, MchModel, {"policy": "lru", "interval": 1}, {}),
+    "MCH, every fourth step": (follow_mapped_fit, MchModel, {"interval": 4}, {}),
 }
 
 MAPPED_READS = {
@@ -65,26 +65,32 @@ MAPPED_READS = {
 """What the host reads of ids in training, whatever the number of tables; torchrec's own code waits besides."""
 
 PIPELINES: dict[str, tuple[Any, ...]] = {
-    "1f1b, with metrics": (emulate_pipeline_fit, "Measured", {"schedule": "1f1b"}),
-    "gpipe": (emulate_pipeline_fit, "Sequence", {"microbatches": 2}),
+    "1f1b, with metrics": (follow_pipeline_fit, "Measured", {"schedule": "1f1b"}),
+    "gpipe": (follow_pipeline_fit, "Sequence", {"microbatches": 2}),
 }
 
 
 @pytest.fixture(scope="module")
-def emulated() -> list[dict[str, Any]]:
+def followed() -> list[dict[str, Any]]:
     """What was found on each rank in each case."""
-    return run_each_on_ranks(CASES | MAPPED | PIPELINES | {TORCHRECS: (emulate_torchrec_pipeline,)}, 2)
+    calls = CASES | MAPPED | PIPELINES | {TORCHRECS: (follow_torchrec_pipeline,)}
+    results: list[dict[str, Any]] = [{}, {}]
+    with device_ranks(2) as ranks:
+        for name, (function, *args) in calls.items():
+            for rank, seen in enumerate(ranks.call(function, *args)):
+                assert not seen.error, (name, seen.error)
+                results[rank][name] = seen.result
+    return results
 
 
 @pytest.fixture(scope="module")
-def results(emulated: Any) -> list[dict[str, Any]]:
+def results(followed: Any) -> list[dict[str, Any]]:
     """Those of our own prefetching."""
-    return [{name: rank_result[name] for name in CASES} for rank_result in emulated]
+    return [{name: rank_result[name] for name in CASES} for rank_result in followed]
 
 
-IDS = "stream 3"
-ON_HOST = ("cluster/consensus.py", "optimizers/joint_steps.py", "optimizer_step <")
-"""Not of a GPU: these tensors are in the host's memory, such as Adam's step counts."""
+SENT = ("copy to the device", "synchronize")
+"""Waits that are no reads: of small lists that go to the device, and the second half of a copy to the host."""
 ID_WAITS = {
     "prefetch/recorder.py": 1,  # whether a tensor that was rewritten has another value
     "sharding/calls.py": 1,  # extremes and numbers of the ids of the lookup
@@ -108,10 +114,16 @@ def test_the_host_queues_the_forward_before_it_waits_for_sizes(results: Any) -> 
     for rank_result in results:
         for name, (_, waits, _) in rank_result.items():
             for step in steady_steps(waits):
-                sizes = [i for i, (_, event, place) in enumerate(step) if event == "tolist" and "send_ids" in place]
+                reads = [i for i, (_, event, _) in enumerate(step) if event == "copy to the host"]
+                sizes = [i for i in reads if "send_ids" in step[i][2]]
                 num_waits += len(sizes)  # none on the short path
                 assert all(i > step.index(FORWARD) for i in sizes), name
     assert num_waits
+
+
+def is_of_ids(stream: str) -> bool:
+    """Whether it is the one on which ids are prepared and sent."""
+    return bool(stream) and not stream.endswith("default stream")
 
 
 def steady_steps(waits: list[Any]) -> list[list[Any]]:
@@ -125,32 +137,32 @@ def test_the_host_waits_where_it_is_known_only(results: Any) -> None:
     for name, (_, waits, _) in results[0].items():
         assert len(steady_steps(waits)) >= 2
         for step in steady_steps(waits):
-            id_waits = [trace for stream, event, trace in step if event and stream == IDS]
-            for stream, event, trace in [wait for wait in step if wait[1] and wait[0] != IDS]:
-                assert stream == "step", (name, stream, event, trace)
-                in_users_step = trace.startswith("run/strategy.py")  # nothing of ours is nearer
-                assert in_users_step or any(place in trace for place in ON_HOST), (name, event, trace)
+            reads = [(stream, trace) for stream, event, trace in step if event and event not in SENT]
+            id_waits = [trace for stream, trace in reads if is_of_ids(stream)]
+            for stream, trace in reads:
+                assert is_of_ids(stream) or trace.startswith("run/strategy.py"), (name, trace)  # the user's step
             places = [next((place for place in ID_WAITS if place in trace), None) for trace in id_waits]
             assert None not in places, (name, id_waits)
             assert all(places.count(place) <= limit for place, limit in ID_WAITS.items()), (name, id_waits)
 
 
-def test_the_host_waits_less_often_for_ids_than_in_torchrecs_own_pipeline(emulated: Any) -> None:
-    torchrec_counts = [[event for _, event, _ in step].count("tolist") for step in emulated[0][TORCHRECS][6:-3]]
-    _, waits, _ = emulated[0]["a KeyedJaggedTensor in the batch"]
-    prefetched_counts = [[stream for stream, event, _ in step if event].count(IDS) for step in steady_steps(waits)]
-    assert max(prefetched_counts) == 4
-    assert min(torchrec_counts) == 7
+def test_the_host_waits_less_often_for_ids_than_in_torchrecs_own_pipeline(followed: Any) -> None:
+    _, waits, _ = followed[0]["a KeyedJaggedTensor in the batch"]
+    ours, torchrecs = steady_steps(waits), followed[0][TORCHRECS][6:-3]
+    counts = [[(is_of_ids(stream), event) for stream, event, _ in step] for step in (*ours, *torchrecs)]
+    reads = [step.count((True, "copy to the host")) for step in counts]
+    assert max(reads[: len(ours)]) == 4
+    assert min(reads[len(ours) :]) == 7
 
 
-def test_the_host_waits_once_in_a_lookup_that_gives_ids_rows(emulated: Any) -> None:
-    for rank_result in emulated:
+def test_the_host_waits_once_in_a_lookup_that_gives_ids_rows(followed: Any) -> None:
+    for rank_result in followed:
         for name, num_reads in MAPPED_READS.items():
             hazards, waits, _, num_evicted = rank_result[name]
             assert hazards == [], (name, hazards)
             assert (num_evicted > 0) == (name != "HashZch"), name
             in_steps = waits[waits.index(STEP) :]
-            in_mapping = [trace for _, event, trace in in_steps if event and "mapp" in trace]
+            in_mapping = [trace for _, event, trace in in_steps if event and event not in SENT and "mapp" in trace]
             in_torchrec = [trace for trace in in_mapping if "update_mch <" in trace]
             reads = [trace for trace in in_mapping if "_learn < lookup/mapped_ids.py" in trace]
             assert len(reads) == num_reads, (name, reads)
@@ -158,15 +170,14 @@ def test_the_host_waits_once_in_a_lookup_that_gives_ids_rows(emulated: Any) -> N
             assert bool(in_torchrec) == name.startswith("MCH")
 
 
-def test_the_last_stage_of_a_pipeline_reads_once_in_a_step_and_others_never(emulated: Any) -> None:
-    # Numbers of micro-batches are in the host's memory, which the emulation takes for a GPU's.
-    on_host = ("stages/staged_chain.py", "run/strategy.py")
-    for rank, rank_result in enumerate(emulated):
+def test_the_last_stage_of_a_pipeline_reads_once_in_a_step_and_others_never(followed: Any) -> None:
+    for rank, rank_result in enumerate(followed):
         for name in PIPELINES:
             hazards, waits = rank_result[name]
             assert hazards == [], (name, hazards)
             steps = steady_steps(waits)
             assert len(steps) >= 2
             for step in steps:
-                in_stages = [wait for wait in step if "stages/" in wait[2] and not wait[2].startswith(on_host)]
-                assert [event for _, event, _ in in_stages] == ["cpu"] * rank, (name, in_stages)
+                in_stages = [(event, place) for _, event, place in step if "stages/" in place]
+                reads = [event for event, _ in in_stages if event != "synchronize"]
+                assert reads == ["copy to the host"] * rank, (name, in_stages)
