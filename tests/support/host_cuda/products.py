@@ -23,8 +23,8 @@ def _case(model: str, update: str, precision: str, kernel: str) -> Case:
     if update == "fused_lazy":  # of touched rows alone, for which CPUs have nothing
         optimizer, tolerance = torch.optim.Adam, 0.1
         on_cpu["options"] = options | {"embedding_update": "dense"}
-    elif precision in ("16-mixed", "bf16-true"):  # Adagrad's first steps have a gradient's sign, even of a rounded zero
-        optimizer = torch.optim.SGD
+    elif precision != "32":  # Adagrad's first steps have a gradient's sign, even that of a rounded zero
+        optimizer, tolerance = torch.optim.SGD, 1e-4
     if precision == "16-mixed":
         tolerance = 1e-3
         on_cpu["trainer"] = {"precision": "32"}
