@@ -31,11 +31,13 @@ struct OnDevice {
 c10::Allocator* device_allocator();
 c10::Allocator* pinned_allocator();
 bool is_pinned(const void* data);
+bool is_on_device(const void* data);
 
 // Queues an operation on the device's current stream: what its storages are tells whether streams have waited for each other.
 void run(const std::string& name, c10::DeviceIndex device, const std::vector<void*>& reads, const std::vector<void*>& writes);
 
 // The host waits for the device's current stream.
+constexpr const char* TO_DEVICE = "copy to the device";
 void host_waits(const std::string& name, c10::DeviceIndex device);
 
 // Copies to pinned memory once the host has waited for it; until then what is there has no meaning.

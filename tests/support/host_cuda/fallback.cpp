@@ -12,6 +12,7 @@
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cstring>
 #include <optional>
 #include <set>
@@ -25,17 +26,22 @@ namespace host_cuda {
 
 static void drop_tensor(void* tensor) { delete static_cast<Tensor*>(tensor); }
 
+static Tensor over(Storage storage, const Tensor& like, DispatchKey key) {
+  auto impl = c10::make_intrusive<TensorImpl>(std::move(storage), DispatchKeySet(key), like.dtype());
+  impl->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
+  return Tensor(std::move(impl));
+}
+
 static Tensor alias(const Tensor& tensor, Device device) {
   auto* allocator = device.is_cpu() ? at::getCPUAllocator() : device_allocator();
   auto key = device.is_cpu() ? DispatchKey::CPU : DispatchKey::CUDA;
   const auto& storage = tensor.storage();
   DataPtr data(storage.mutable_data(), new Tensor(tensor), &drop_tensor, device);
   Storage shared(Storage::use_byte_size_t(), storage.nbytes(), std::move(data), allocator, true);
-  auto impl = c10::make_intrusive<TensorImpl>(std::move(shared), DispatchKeySet(key), tensor.dtype());
-  impl->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
-  if (tensor.is_conj()) impl->_set_conj(true);
-  if (tensor.is_neg()) impl->_set_neg(true);
-  return Tensor(std::move(impl));
+  Tensor made = over(std::move(shared), tensor, key);
+  if (tensor.is_conj()) made._set_conj(true);
+  if (tensor.is_neg()) made._set_neg(true);
+  return made;
 }
 
 static Tensor sparse_with(const Tensor& sparse, const Tensor& indices, const Tensor& values) {
@@ -196,10 +202,25 @@ class Call {
     for (auto& [on_device, on_host] : pairs_)
       if (on_host.is_same(tensor)) return on_device;
     if (to_host_) return tensor;
-    Tensor made = to_device_memory(tensor, device_);
+    Tensor made = taken(tensor);
     if (made.defined() && made.is_cuda())
       if (void* memory = memory_of(made)) writes_.push_back(memory);
     return made;
+  }
+
+  // What the kernel has made in the host's memory comes to the device's, where its uses are followed.
+  Tensor taken(const Tensor& tensor) const {
+    bool is_made = tensor.defined() && tensor.device().is_cpu() && tensor.layout() == kStrided && !is_view();
+    if (!is_made || is_known(tensor.storage().data())) return to_device_memory(tensor, device_);
+    OnDevice on(device_);
+    size_t bytes = tensor.storage().nbytes();
+    Storage copied(Storage::use_byte_size_t(), bytes, device_allocator(), true);
+    if (bytes) std::memcpy(copied.mutable_data(), tensor.storage().data(), bytes);
+    return over(std::move(copied), tensor, DispatchKey::CUDA);
+  }
+  bool is_known(const void* data) const {
+    auto is_same = [&](const void* memory) { return memory == data; };
+    return host_cuda::is_on_device(data) || std::any_of(reads_.begin(), reads_.end(), is_same) || std::any_of(writes_.begin(), writes_.end(), is_same);
   }
 
   // Arguments that the kernel has given another size or other memory.
@@ -217,7 +238,7 @@ class Call {
       bool is_unchanged = on_host.sizes() == on_device.sizes() && on_host.strides() == on_device.strides() &&
           on_host.storage_offset() == on_device.storage_offset() && on_host.storage().data() == on_device.storage().data();
       if (is_unchanged) continue;
-      Tensor resized = to_device_memory(on_host, device_);
+      Tensor resized = taken(on_host);
       on_device.unsafeGetTensorImpl()->set_storage_keep_dtype(resized.storage());
       on_device.unsafeGetTensorImpl()->set_sizes_and_strides(resized.sizes(), resized.strides(), resized.storage_offset());
     }
@@ -278,7 +299,7 @@ static Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
     return self;
   }
   at::redispatch::copy_(DispatchKeySet(DispatchKey::CPU), to, from, false);
-  if (!is_asynchronous) host_waits(self.is_cuda() ? "copy to the device" : "copy to the host", device);
+  if (!is_asynchronous) host_waits(self.is_cuda() ? TO_DEVICE : "copy to the host", device);
   return self;
 }
 static Scalar local_scalar(const Tensor& self) {

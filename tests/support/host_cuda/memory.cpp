@@ -164,7 +164,8 @@ Clock clock_of(const StreamKey& stream) {
 }
 void host_waits(const std::string& name, DeviceIndex device) {
   StreamKey stream = key_of(current_stream(device));
-  Clock clock = clock_of(stream);
+  // CUDA copies 64 KB to the device without waiting for what the stream does: nothing may rely on that wait.
+  Clock clock = name == TO_DEVICE ? Clock() : clock_of(stream);
   wait_for(name, name_of(stream), &clock);
 }
 void copy_to_pinned_later(const at::Tensor& pinned, const at::Tensor& values, DeviceIndex device) {
@@ -255,6 +256,10 @@ static DeviceAllocator the_device_allocator;
 static PinnedAllocator the_pinned_allocator;
 c10::Allocator* device_allocator() { return &the_device_allocator; }
 c10::Allocator* pinned_allocator() { return &the_pinned_allocator; }
+bool is_on_device(const void* data) {
+  std::lock_guard<std::mutex> held(lock);
+  return blocks.count(const_cast<void*>(data)) > 0;
+}
 bool is_pinned(const void* data) {
   std::lock_guard<std::mutex> held(lock);
   for (auto& [start, bytes] : pinned_blocks)
