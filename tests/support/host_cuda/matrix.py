@@ -164,8 +164,8 @@ def fit(case: Case, accelerator: str, folder: Path, **changes: Any) -> dict[str,
         strategy = STRATEGIES[case.strategy](process_group_backend=backend, **_with_folder(case.options, folder))
         settings = DEFAULTS | {"accelerator": accelerator, "devices": num_ranks, "max_steps": step} | case.trainer
         trainer = pl.Trainer(strategy=strategy, default_root_dir=folder, **(settings | changes))
-        module = _module(case)
-        batches = _batches(case)
+        module = module_of(case)
+        batches = batches_of(case)
         validation = batches if hasattr(type(module), "validation_step") and case.model is not Sequence else None
         trainer.fit(module, batches, validation, ckpt_path=path)
         return trainer, module
@@ -191,7 +191,7 @@ def _with_folder(options: dict[str, Any], folder: Path) -> dict[str, Any]:
     return options | {"checkpoint": checkpoint | {"incremental": series}}
 
 
-def _module(case: Case) -> Any:
+def module_of(case: Case) -> Any:
     if isinstance(case.model, type) and issubclass(case.model, mapped_models.ManagedModel):
         return seeded(case.model)
     if case.strategy != "tables":
@@ -200,7 +200,7 @@ def _module(case: Case) -> Any:
     return seeded(case.model, case.optimizer, {"lr": 0.02})
 
 
-def _batches(case: Case) -> Any:
+def batches_of(case: Case) -> Any:
     rank, num_ranks = rank_and_num_ranks()
     if case.strategy == "pipeline":
         return None  # the model's own
