@@ -4,8 +4,8 @@ What Lightning does to a batch between loader and step (precision, transfer hook
 drawn. Lightning's loop then gets a `ReadyBatch`, which the strategy unpacks where it would have moved the batch.
 
 On a GPU batches are copied from pinned memory on one CUDA stream, and their ids are exchanged on another. Not run on a
-GPU yet; tests/support/emulated_streams.py emulates the streams on a CPU. Without a GPU there is nothing of it: gloo
-threads work during the computation by themselves.
+GPU yet, but on tests/support/host_cuda. Without a GPU there is nothing of it: gloo threads work during the computation
+by themselves.
 """
 
 from collections import deque
