@@ -177,7 +177,8 @@ def _adds_up(module: Any, trainer: Any, metric: _ResultMetric, value: Any, batch
         elif kind in (float, int):
             if module.device != metric.value.device:
                 return False
-            value = torch.tensor(value, device=module.device, dtype=_get_default_dtype())
+            # By a kernel: a copy from the host would wait for the device.
+            value = torch.full((), value, device=module.device, dtype=_get_default_dtype())
         else:
             return False
     elif value is not metric.value or not _is_on_its_device(value):

@@ -232,6 +232,21 @@ def output_strides(stage: Any) -> list[tuple[int, ...]]:
     return [output.stride() for output in stage.get_outputs_meta()]
 
 
+class IsolatedStage(PipelineStage):
+    """A stage whose inference of shapes draws nothing from the user's generators, and keeps the strides it has seen."""
+
+    # Source: torch/distributed/pipelining/stage.py. torch 2.11 draws, and receives into contiguous buffers.
+    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            outputs = super()._prepare_forward_infra(num_microbatches, *args, **kwargs)
+        stage: Any = self
+        if not self.is_first and not hasattr(self, "_stage_meta"):
+            for received in stage.args_recv_info.values():
+                for info, like in zip(received, stage.inputs_meta, strict=True):
+                    info.buffer = torch.empty_like(like, device=self.device, requires_grad=info.buffer.requires_grad)
+        return outputs
+
+
 def infers_shapes_with_loss() -> bool:
     """Return whether a schedule's first step calls the loss once more than its micro-batches: to infer shapes by it."""
     # Source: torch/distributed/pipelining/stage.py. torch 2.11 infers the shapes of outputs alone.

@@ -62,11 +62,11 @@ def check_batch(
     outside, on_gpu = [], gpu.is_on_gpu(values)
     if on_gpu and limits is not None and bags and smallest_and_largest:
         keys = features.keys()
-        outside = [_any_outside(values, sums, [limits.get(key, _NO_LIMIT) for key in keys])]
+        outside = [_smallest_room(values, sums, [limits.get(key, _NO_LIMIT) for key in keys])]
     shortest, longest, *numbers = _read(
         on_gpu, *torch.aminmax(lengths), *outside, *first_offset, *smallest_and_largest, sums
     )
-    all_inside = bool(outside) and numbers.pop(0) == 0
+    has_room = bool(outside) and numbers.pop(0) > 0
     if offsets is not None and (first := numbers.pop(0)) != 0:
         raise IdsError(f"{call} has offsets that begin with {first}; they must begin with 0.")
     extremes = (numbers.pop(0), numbers.pop(0)) if smallest_and_largest else NO_IDS
@@ -82,20 +82,20 @@ def check_batch(
     # Kept in the KeyedJaggedTensor: torchrec would compute them once more, for which a GPU is waited for again.
     if bags and not keep_length_per_key(features, numbers):
         raise IdsError(f"{call} was made with a length_per_key that its lengths do not add up to, {numbers}.")
-    return NO_IDS if all_inside else extremes
+    return NO_IDS if has_room and extremes[0] >= 0 else extremes
 
 
-def _any_outside(values: Tensor, ids_per_feature: Tensor, limits: list[int]) -> Tensor:
-    """Return 1 where an id is below 0 or not below its feature's limit, else 0, on the device.
+def _smallest_room(values: Tensor, ids_per_feature: Tensor, limits: list[int]) -> Tensor:
+    """Return by how much the ids are below their features' limits, at the least, on the device.
 
     Where `ids_per_feature` does not add up, the result means nothing, and no memory beyond the tensors is read.
     """
     ends = ids_per_feature.cumsum(0)
     feature = torch.searchsorted(ends, torch.arange(values.numel(), device=values.device), right=True)
     # Where lengths add up to fewer ids, searchsorted returns a number behind the last feature; the caller raises later.
-    feature.clamp_(0, len(limits) - 1)
-    outside = (values < 0) | (values >= _on_device(tuple(limits), values.device)[feature])
-    return outside.any().to(ends.dtype)
+    limit_of_id = _on_device((*limits, _NO_LIMIT), values.device)[feature]
+    # Few kernels over all ids. An id far below 0 may overflow, and is seen as the smallest.
+    return (limit_of_id - values).amin()
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,6 +1,7 @@
 """What we use of torch's dispatcher."""
 
 import inspect
+import re
 import sys
 from typing import Any
 
@@ -82,7 +83,7 @@ def test_sends_of_stages_are_watched_and_the_watch_can_be_undone() -> None:
     assert distributed.P2POp is original
     for name in ("get_fwd_send_ops", "get_bwd_send_ops"):
         source = "".join(inspect.getsource(getattr(PipelineStage, name)).split())  # releases break lines differently
-        assert "dist.P2POp(dist.isend,send_tensor,peer_global_rank" in source
+        assert re.search(r"dist\.P2POp\(dist\.isend,\w+,peer_global_rank", source)
 
 
 def test_operations_that_return_views_are_known() -> None:

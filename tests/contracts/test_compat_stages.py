@@ -28,6 +28,23 @@ def test_output_strides_are_those_of_a_micro_batch() -> None:
     assert run_on_ranks(_strides, 1) == [[(15, 1, 5)]]
 
 
+def _outputs_of_dropout() -> list[Tensor]:
+    rank, num_ranks = rank_and_num_ranks()
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    schedule = ScheduleGPipe(_torch_distributed.IsolatedStage(nn.Dropout(), 0, 1, torch.device("cpu")), 2)
+    outputs = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        outputs.append(schedule.step(torch.ones(20, 3)))
+    return outputs
+
+
+def test_a_first_step_draws_what_a_later_one_does() -> None:
+    first, later = run_on_ranks(_outputs_of_dropout, 1)[0]
+    assert torch.equal(first, later)
+    assert 0 < first.count_nonzero() < first.numel()
+
+
 def _num_calls_of_loss() -> int:
     rank, num_ranks = rank_and_num_ranks()
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks)

@@ -16,7 +16,6 @@ import json
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,11 +30,11 @@ from torch.utils.data import DataLoader
 from tests.benchmarks.gpu import parts, speed
 from tests.benchmarks.gpu.parts import Found
 from tests.benchmarks.page import versions
-from tests.benchmarks.performance_contenders import ByHandPrefetched, ByTrainer, Turn, our_strategy
+from tests.benchmarks.performance_contenders import Turn
 from tests.benchmarks.performance_model import Batches
 from tests.benchmarks.performance_rounds import silence
 from tests.support.click_model import ClickModel, make_batch, seeded
-from tests.support.host_waits import HostWaits, WaitsOfSteps
+from tests.support.counted_waits import waits_of_ours, waits_of_torchrec
 from tests.support.ranks import run_on_ranks
 from tests.support.trainers import DEFAULTS, make_trainer
 
@@ -66,37 +65,12 @@ def waits(device: str, small: bool) -> Found:
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     turn = Turn(first=6, counted=10, last=4)
     batches = Batches(1000, turn.steps, 0, batch_size=64 if small else 512)
-    ours, torchrecs = waits_of_ours(turn, batches), waits_of_torchrec(turn, batches)
+    ours = waits_of_ours(turn, batches, torch.device(DEVICE), depth=3)
+    torchrecs = waits_of_torchrec(turn, batches, torch.device(DEVICE))
     found = Found(differences={"all, against TorchRec's": (ours.total(), torchrecs.total())})
     for name, counts in (("ours", ours), ("TorchRec's", torchrecs)):
         found.numbers |= {f"{name}: {place}": count / turn.counted for place, count in counts.items()}
     return found
-
-
-def waits_of_ours(turn: Turn, batches: Batches) -> Counter[str]:
-    """Return where the host waits in the steps of a fit that count."""
-    counting = WaitsOfSteps(turn.first, turn.counted)
-    contender = ByTrainer(1000, batches, turn, strategy=lambda: our_strategy(3), device=torch.device(DEVICE))
-    contender.turn(counting)
-    return counting.waits
-
-
-def waits_of_torchrec(turn: Turn, batches: Batches) -> Counter[str]:
-    """Return the same of a loop by hand."""
-    contender = ByHandPrefetched(1000, batches, turn, device=torch.device(DEVICE))
-    counter, counts, steps = HostWaits(), Counter[str](), iter(range(turn.steps + 1))
-
-    def clock() -> float:
-        step = next(steps)
-        if step == turn.first:
-            counter.begin()
-        if step == turn.first + turn.counted:
-            counts.update(counter.end())
-        return time.perf_counter()
-
-    contender.clock = clock
-    contender.turn()
-    return counts
 
 
 def short_path(device: str, small: bool) -> Found:

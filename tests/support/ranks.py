@@ -23,7 +23,8 @@ from tests.support.limits import LIMIT_SECONDS
 from tests.support.ports import free_port
 
 PRELOAD = ["lightning.pytorch", "torchmetrics", "torchrec.distributed.planner", "lightning_distrec.strategies.torchrec"]
-
+THREADS_HAVE_NAMES = torch.__version__ >= (2, 13)
+"""Whether the threads that serve sockets of gloo can be told from others."""
 
 FAREWELL_SECONDS = 60
 """How long the others may take to end once a rank has failed."""
@@ -40,7 +41,7 @@ def words_of_ranks(failed: RankFailed) -> dict[int, str]:
 
 
 def num_socket_threads() -> int:
-    """Return how many threads of this process serve sockets of gloo. Linux alone."""
+    """Return how many threads of this process serve sockets of gloo. On Linux, where `THREADS_HAVE_NAMES`."""
     return sum(path.read_text() == "gloo_tcp_loop\n" for path in Path("/proc/self/task").glob("*/comm"))
 
 

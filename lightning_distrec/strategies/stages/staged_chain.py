@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from lightning_distrec import spans
-from lightning_distrec._compat.torch_distributed import infers_shapes_with_loss, output_strides
+from lightning_distrec._compat.torch_distributed import IsolatedStage, infers_shapes_with_loss, output_strides
 from lightning_distrec.strategies.stages.called_layers import CalledLayers
 from lightning_distrec.strategies.stages.chain import PipelineRanks, Schedule, StageLayout
 
@@ -20,7 +20,7 @@ Receives = dict[tuple[bool, int], list[Any]]
 """Whether it is a gradient, and the micro-batch's number -> the operations."""
 
 
-class SpannedStage(PipelineStage):
+class SpannedStage(IsolatedStage):
     """A stage whose work on each micro-batch is a span, and whose receives over gloo are made when a step begins."""
 
     _receives: Receives | None = None

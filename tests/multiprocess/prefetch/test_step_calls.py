@@ -5,6 +5,7 @@ import warnings
 from collections import Counter
 from contextlib import redirect_stdout
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -12,7 +13,7 @@ from tests.benchmarks.host_time_steps import CONTENDERS, COUNTED_TURN, calls_of
 from tests.benchmarks.performance_model import Batches
 from tests.benchmarks.performance_rounds import join_ranks, silence
 from tests.support.click_model import ClickModel, train_sharded
-from tests.support.ranks import num_socket_threads, run_on_ranks
+from tests.support.ranks import THREADS_HAVE_NAMES, num_socket_threads, run_on_ranks
 
 FEW, MANY = 8, 24
 LIMIT = 423
@@ -52,6 +53,7 @@ def _calls() -> list[Counter[str]]:
     return counts
 
 
+@pytest.mark.skipif(not THREADS_HAVE_NAMES, reason="this torch gives these threads no name")
 def test_one_thread_serves_the_sockets_of_a_step() -> None:
     # A second one is of the group for what is agreed on now and then, which connects few ranks.
     assert run_on_ranks(_threads_of_a_fit, 2) == [2, 2]

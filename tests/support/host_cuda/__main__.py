@@ -1,4 +1,7 @@
-"""Runs a script with the device: `python -m tests.support.host_cuda [--devices N] SCRIPT ARGUMENTS...`."""
+"""Runs a script with the device: `python -m tests.support.host_cuda [--devices N] SCRIPT ARGUMENTS...`.
+
+Or `-m MODULE ARGUMENTS...` in place of a script.
+"""
 
 import argparse
 import json
@@ -27,9 +30,16 @@ def main() -> int:
     """Return the script's exit code, after what the device has seen is printed."""
     parser = argparse.ArgumentParser(prog="python -m tests.support.host_cuda")
     parser.add_argument("--devices", type=int, default=1)
+<<<<<<< HEAD
     parser.add_argument("script", nargs="?", help="what python runs: a script, or -m and a module; and its arguments")
     own, command = _split(sys.argv[1:])
     options = parser.parse_args(own)
+=======
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module to run, and its arguments")
+    parser.add_argument("script", nargs=argparse.REMAINDER, help="or a script")
+    options = parser.parse_args()
+    command = ["-m", *options.module] if options.module else options.script
+>>>>>>> smoke
     with tempfile.TemporaryDirectory() as folder:
         variables = environment(options.devices) | {"HOST_CUDA_REPORTS": folder}
         code = subprocess.call([sys.executable, *command], env=variables)

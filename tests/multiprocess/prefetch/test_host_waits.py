@@ -1,0 +1,45 @@
+"""Where the host waits for a GPU in a step, counted on CUDA devices in host memory, beside TorchRec's own pipeline."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.host_cuda.__main__ import environment
+from tests.support.host_cuda.building import CannotBuild
+from tests.support.limits import LIMIT_SECONDS
+
+ROOT = Path(__file__).parents[3]
+LIMITS = {"prefetched": 1, "prefetched, logged": 1, "not prefetched": 15}
+"""Waits in a step that are ours to mend. With prefetching, for all numbers of a batch's ids at once."""
+BACKWARD = "a thread of the device"
+"""What waits in backward, of any model with these tables: FBGEMM."""
+
+
+@pytest.fixture(scope="module")
+def per_step(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    """Contender -> place -> waits per step, without backward."""
+    path = tmp_path_factory.mktemp("waits") / "waits.json"
+    try:
+        variables = environment(devices=2)
+    except CannotBuild as error:
+        pytest.skip(str(error))
+    command = [sys.executable, "-m", "tests.support.counted_waits", str(path)]
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    counts = json.loads(path.read_text())
+    return {
+        name: {place: number for place, number in places.items() if not place.startswith(BACKWARD)}
+        for name, places in counts.items()
+    }
+
+
+def test_a_step_waits_no_more_often_than_torchrecs_pipeline(per_step: dict[str, dict[str, float]]) -> None:
+    total_of_torchrec = sum(per_step.pop("TorchRec").values())
+    assert total_of_torchrec > 0
+    for name, limit in LIMITS.items():
+        # What is read now and then, less than once in a step, is left out.
+        waits = {place: number for place, number in per_step[name].items() if number >= 1}
+        assert 0 < sum(waits.values()) <= limit <= total_of_torchrec, (name, waits)
