@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from tests.gpu.device import ACCELERATOR, DEVICE, own_device, sleep
 from tests.support.click_model import make_batch, seeded
-from tests.support.emulated_fits import Deaf, batch_of
+from tests.support.followed_fits import Deaf, batch_of
 from tests.support.ranks import rank_and_num_ranks
 from tests.support.trainers import make_trainer
 

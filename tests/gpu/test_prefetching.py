@@ -15,7 +15,7 @@ from tests.gpu.device import ACCELERATOR, num_ranks, synchronize
 from tests.gpu.marks import runs_here
 from tests.gpu.prefetched_fits import OPTIMIZERS, STEPS, Counted, Examples, ExamplesOnDevice, SlowCopies, fit_both
 from tests.support.click_model import seeded
-from tests.support.emulated_fits import (
+from tests.support.followed_fits import (
     Deaf,
     DeclaredBags,
     JaggedBatches,

@@ -14,7 +14,7 @@ from tests.gpu.device import ACCELERATOR, DEVICE, num_ranks
 from tests.gpu.marks import runs_here
 from tests.support.click_model import EvaluatedModel, make_batch, seeded
 from tests.support.embedding_models import whole_state
-from tests.support.emulated_fits import Deaf, batch_of
+from tests.support.followed_fits import Deaf, batch_of
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
 from tests.support.trainers import make_trainer
 

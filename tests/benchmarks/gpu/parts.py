@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tests.support.click_model import ClickModel, EvaluatedModel, make_batch, seeded
-from tests.support.emulated_fits import Deaf, batch_of
+from tests.support.followed_fits import Deaf, batch_of
 from tests.support.host_waits import WaitsOfSteps
 from tests.support.trainers import DEFAULTS, make_trainer
 
@@ -119,7 +119,7 @@ def parity(device: str, small: bool) -> Found:
 def races(device: str, small: bool) -> Found:
     """Compare three batches in flight with one, while kernels sleep and losses stay on the device."""
     from tests.gpu.prefetched_fits import SlowCopies, fit_both
-    from tests.support.emulated_fits import JaggedBatches, Sequences
+    from tests.support.followed_fits import JaggedBatches, Sequences
 
     actual = Found()
     for kind in (Deaf,) if small else (Deaf, SlowCopies, Sequences, JaggedBatches):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from torch.optim import SGD, Adagrad, Adam
 
-from tests.support.emulated_fits import (
+from tests.support.followed_fits import (
     FORWARD,
     STEP,
     STEPS,
