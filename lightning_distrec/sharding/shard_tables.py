@@ -185,8 +185,8 @@ def _shards_by_table(
         weight = sharded.get_parameter(table.local_key)
         if not local and weight.numel():  # data_parallel: torchrec's DDP averages the gradient of this very parameter
             local.append(LocalShard(table.name, make_freezable(weight), sparse=False, replicated=True))
-        elif not local:
-            empty = torch.empty(0, table.config.embedding_dim, device=weight.device)  # optimizers ask for columns
+        elif not local:  # optimizers ask for columns; a draw of another type takes other random numbers
+            empty = torch.empty(0, table.config.embedding_dim, dtype=table.parameter.dtype, device=weight.device)
             local.append(LocalShard(table.name, nn.Parameter(empty)))
         for shard in local:
             shard.weight.requires_grad_(table.parameter.requires_grad)

@@ -115,6 +115,10 @@ def a_job(draw: st.DrawFn, num_ranks: int) -> Job:
         decay=draw(_rarely(0.7, None)),
         draws_anew=all(c.padding_idx is None for c in collections) and draw(_rarely(True, False)),
         seed=draw(st.integers(0, 1_000_000)),
+        # torch's DTensor cannot do what torchrec's own optimizers of dense weights do; a step then says so.
+        dense="ddp" if optimizer.startswith("RowWise") else draw(_rarely("fsdp", "ddp")),
+        keeps_weights=draw(st.booleans()),
+        drift=draw(st.sampled_from([None] * 11 + [steps - 1])) if num_ranks > 1 else None,
     )
 
 

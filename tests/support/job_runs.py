@@ -20,11 +20,13 @@ from tests.support.ranks import rank_and_num_ranks
 
 @dataclass
 class Outcome:
-    """What became of a job: weights, or a refusal before the first step, or a failure."""
+    """What became of a job: weights, or a refusal before the first step or for its drift, or a failure."""
 
     state: dict[str, Tensor] = field(default_factory=dict)
     updates: list[str] = field(default_factory=list)
     refused: str = ""
+    stopped: str = ""
+    """What its drift was refused with."""
     failed: str = ""
     logged: float = 0.0
     """The mean loss of all examples, as it is logged at the epoch's end."""
@@ -41,6 +43,7 @@ class JobModel(pl.LightningModule):
         self.collections = nn.ModuleList(_build(collection, c) for c, collection in enumerate(job.collections))
         width = sum(table.dim * len(table.features) for table in job.tables().values())
         self.mlp = nn.Sequential(nn.Linear(width, 8, bias=False), nn.Tanh(), nn.Linear(8, 1, bias=False))
+        self.kept = {"first": self.mlp[0].weight, "last": [self.mlp[2].weight]}
         weights = dict(self.named_parameters())
         self.not_optimized = set()
         for (name, table), weight in zip(job.tables().items(), self.collections.parameters(), strict=True):
@@ -59,7 +62,10 @@ class JobModel(pl.LightningModule):
                 for other_ids in _batches_of_calls(collection, batch)
             ]
             columns += [sum(outputs) for outputs in zip(*calls, strict=True)]
-        return self.mlp(torch.cat(columns, 1)).squeeze(-1)
+        scores = self.mlp(torch.cat(columns, 1)).squeeze(-1)
+        if self.job.keeps_weights:
+            scores = scores * (1 + self.kept["first"].mean() + self.kept["last"][0].mean())
+        return scores
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         self.begun = True
@@ -72,6 +78,12 @@ class JobModel(pl.LightningModule):
     def log_loss(self, losses: Tensor) -> None:
         """Log the mean of a batch; batches of ranks may be of unequal sizes."""
         self.log("loss", losses.mean(), on_step=False, on_epoch=True, sync_dist=True, batch_size=len(losses))
+
+    def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        rank, num_ranks = rank_and_num_ranks()
+        if batch_idx == self.job.drift and rank == num_ranks - 1:
+            for group in self.optimizers().param_groups:
+                group["lr"] *= 2
 
     def draw_tables(self) -> None:
         """Draw all tables again, alike on all ranks."""
@@ -273,7 +285,9 @@ def train_sharded(job: Job) -> Outcome:
     batches = [make_batch(job, step, rank) for step in range(len(job.sizes))]
     try:
         trainer = pl.Trainer(
-            strategy=TorchRecShardedStrategy(job.update, "all", tables=options, loss_reduction=job.loss),  # type: ignore[arg-type]
+            strategy=TorchRecShardedStrategy(  # type: ignore[arg-type]
+                job.update, "all", tables=options, loss_reduction=job.loss, dense=job.dense
+            ),
             accelerator="cpu",
             devices=num_ranks,
             max_epochs=1,
@@ -286,6 +300,8 @@ def train_sharded(job: Job) -> Outcome:
         )
         trainer.fit(model, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     except DistRecError as error:
+        if model.begun and job.drift is not None:
+            return Outcome(stopped=f"{type(error).__name__}: {error}")
         if model.begun:
             raise
         return Outcome(refused=f"{type(error).__name__}: {error}")

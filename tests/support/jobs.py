@@ -96,6 +96,11 @@ class Job(_Plain):
     """Factor of all rates after each optimizer step."""
     draws_anew: bool = False
     """Whether a hook draws all tables again, when they are sharded, by their own `reset_parameters`."""
+    dense: Literal["ddp", "fsdp"] = "ddp"
+    keeps_weights: bool = False
+    """Whether the step uses the dense weights that its module keeps in a plain dict."""
+    drift: int | None = None
+    """The step before which the last rank doubles its learning rates, so that ranks would train apart."""
     seed: int = 0
 
     @property

@@ -136,6 +136,42 @@ def test_tables_that_hooks_draw_again_are_those_of_one_process() -> None:
     assert actual[1]["device"] == [torch.device("cpu")] * 2
 
 
+class Halves(TwoTower):
+    """Has tables of float16, whose numbers of weights torch draws otherwise than as many of float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Embedding(5, 20).half(), nn.Embedding(5, 20).half()
+        self.drawn: Result = {}
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        rows = self.first(batch[0] % 5) + self.second(batch[0] % 5)
+        return super().training_step(batch, batch_idx) + rows.float().mean()
+
+    def draw(self) -> None:
+        torch.manual_seed(3)
+        self.first.reset_parameters()
+        self.second.reset_parameters()
+
+    def on_fit_start(self) -> None:
+        self.draw()
+        self.drawn = whole_state(self)
+
+
+def _draw_halves() -> Result:
+    model = seeded(Halves)
+    _fit(model, steps=1, sharding_types=["table_wise"])
+    return model.drawn
+
+
+def test_tables_of_float16_are_drawn_alike_on_ranks_that_have_no_rows_of_them() -> None:
+    model = seeded(Halves)
+    model.draw()
+    drawn, _ = run_on_warm_ranks(_draw_halves, 2)
+    for name in ("first.weight", "second.weight"):
+        assert torch.equal(drawn[name], model.get_parameter(name)), name
+
+
 # -- tables that follow others
 
 

@@ -61,6 +61,9 @@ def problem_of(job: Job, outcome: Outcome) -> str:
     """Return what is wrong with the outcome, or "" where it is that of one unsharded process, or a refusal."""
     if outcome.failed or outcome.refused:
         return outcome.failed
+    if job.drift is not None:
+        is_named = outcome.stopped.startswith("OptimizerError: 'lr' of param group")
+        return "" if is_named else f"rates that have drifted apart are not named: {outcome.stopped}"
     with _one_thread():
         (expected, mean_loss), begun = train_unsharded(job), start(job).state_dict()
     if outcome.state.keys() != expected.keys():
@@ -97,7 +100,7 @@ def check(jobs: list[Job]) -> Counter[str]:
     problems = []
     for job, outcome in zip(jobs, outcomes_of(jobs), strict=True):
         seen.update(outcome.updates or [outcome.refused.split(":")[0] or "failed"])
-        seen.update(["refused" if outcome.refused else "trained"])
+        seen.update(["refused" if outcome.refused else "stopped" if outcome.stopped else "trained"])
         if problem := problem_of(job, outcome):
             problems.append(f"{job}\n{outcome.updates}\n{problem}")
     if problems:
