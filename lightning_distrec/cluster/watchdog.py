@@ -1,6 +1,7 @@
 """A rank's side of the watchdog: it reports when runs start, end and fail, and asks why a collective failed."""
 
 import contextlib
+import inspect
 import json
 import linecache
 import os
@@ -10,12 +11,14 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 
+import torch
 from torch.distributed import DistError
 
 from lightning_distrec.cluster.door import encode_fields
@@ -42,7 +45,13 @@ NETWORK_ERROR = re.compile(
 NOT_USER_CODE = ("<", "site-packages", "dist-packages", str(Path(os.__file__).parent), str(Path(__file__).parents[1]))
 # Files in which a thread waits for other ranks, or starts what does: `backward`. Not those of checkpoints, where it
 # waits for a disk.
-EXCHANGES = re.compile(r"/(torch/(distributed/(?!checkpoint)|autograd/)|torchrec/distributed/)")
+EXCHANGES = re.compile(r"/(torch/(distributed/(?!checkpoint)|nn/parallel/dist|autograd/)|torchrec/distributed/)")
+# Waits known by their names: those for a GPU take a whole processor, as work does.
+ARGUMENTS = r"\(([^()]|\([^()]*\))*\)$"
+WAIT = re.compile(r"\.wait" + ARGUMENTS)
+WAIT_FOR_GPU = re.compile(r"\.(item|cpu|tolist|to|nonzero|\w*synchronize)" + ARGUMENTS)
+IDLE_SHARE = 0.1
+"""A thread that takes less than this share of a processor's time computes nothing."""
 
 
 class Watchdog:
@@ -58,6 +67,7 @@ class Watchdog:
         self._progress: Callable[[], str] = str
         self._failure_location = ""
         self._main = threading.main_thread().ident or 0
+        self._last_seen = self._cpu_seconds = 0.0
         self._state: dict[str, object] = {"started": 0}
         # Both the main thread and the one that receives write lines.
         self._sending = threading.Lock()
@@ -152,7 +162,10 @@ class Watchdog:
                     if self._answer["verdict"]:
                         self._has_verdict.set()
                 # By this thread: the main one may be stuck in a collective, which is what the hub wants to know.
-                self.send(location=self._find_location(), progress=self._progress(), is_waiting=self._is_waiting())
+                is_waiting, progress = self._is_waiting(), self._progress()
+                # Where a run ends, ranks ask the store again and again.
+                place = self._place(progress) if self._progress is not _wait_at_end else 0
+                self.send(location=self._find_location(), progress=progress, is_waiting=is_waiting, place=place)
             status = self._process.wait()
             # It ended as requested, or along with the interpreter: neither is a reason for another one.
             if self._state.get("is_closed") or sys.is_finalizing():
@@ -181,17 +194,38 @@ class Watchdog:
         print(f"[rank: {self._settings.rank}] {message}", flush=True)
 
     def _is_waiting(self) -> bool:
-        """Whether the main thread waits for other ranks, as far as Python sees."""
+        """Whether the main thread waits for other ranks, or for a GPU that may, as far as Python sees."""
         if self._progress is _wait_at_end:
             return True
         frame = sys._current_frames().get(self._main)  # noqa: SLF001
-        if frame is None:
-            return False
-        file = frame.f_code.co_filename
-        # That of an exchange calls into C; others, of threads and processes, are functions of Python with other lines.
+        # What calls an operation of torch by its name, such as a collective's wait_tensor.
+        while frame is not None and frame.f_code.co_filename.endswith("/torch/_ops.py"):
+            frame = frame.f_back
         # A frame has no line while it is entered.
-        is_wait = ".wait(" in linecache.getline(file, frame.f_lineno or 0)
-        return is_wait or EXCHANGES.search(file) is not None
+        if frame is None or frame.f_lineno is None:
+            return False
+        # Waits of exchanges call into C; others, of threads and processes, are functions of Python with other lines.
+        call, has_gpu = find_call(frame), torch.cuda.is_initialized()
+        if WAIT.search(call) or (has_gpu and WAIT_FOR_GPU.search(call)):
+            return True
+        is_exchange = EXCHANGES.search(frame.f_code.co_filename) is not None
+        # Without GPUs these files compute too: in backward, and what DTensor dispatches.
+        return is_exchange and (has_gpu or self._is_idle())
+
+    def _is_idle(self) -> bool:
+        """Whether the main thread has computed nothing since this was last asked."""
+        last_seen, cpu_seconds = self._last_seen, self._cpu_seconds
+        self._last_seen = time.monotonic()
+        self._cpu_seconds = time.clock_gettime(time.pthread_getcpuclockid(self._main))
+        return self._cpu_seconds - cpu_seconds < IDLE_SHARE * (self._last_seen - last_seen)
+
+    def _place(self, progress: str) -> int:
+        """Return a number that stays while the main thread stays in one call, and its GPUs compute nothing."""
+        frame, places = sys._current_frames().get(self._main), []  # noqa: SLF001
+        while frame is not None:
+            places.append((id(frame.f_code), frame.f_lasti))
+            frame = frame.f_back
+        return hash((progress, count_allocations(), *places))
 
     def _find_location(self) -> str:
         # After a failure the main thread is in handlers of the exception, far from the line that failed.
@@ -203,6 +237,25 @@ class Watchdog:
 
 def _wait_at_end() -> str:
     return "at the end of its run"
+
+
+def find_call(frame: FrameType) -> str:
+    """Return the line of a frame up to the end of the call that runs there; on Python 3.10 the whole line."""
+    number, end = frame.f_lineno, None
+    # Since Python 3.11.
+    if (positions := getattr(inspect.getframeinfo(frame, context=0), "positions", None)) is not None:
+        number, end = positions.end_lineno, positions.end_col_offset
+    line = linecache.getline(frame.f_code.co_filename, number or 0).rstrip()
+    # In bytes.
+    return line.encode()[:end].decode(errors="ignore")
+
+
+def count_allocations() -> int:
+    """Return how often this process has taken memory on GPUs, as all that computes there does."""
+    if not torch.cuda.is_initialized():
+        return 0
+    devices = range(torch.cuda.device_count())
+    return sum(torch.cuda.memory_stats(device).get("allocation.all.allocated", 0) for device in devices)
 
 
 def is_network_failure(failure: BaseException) -> bool:

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import functools
+import hashlib
 import json
 import os
 import socket
@@ -9,12 +11,16 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import cast
+from unittest.mock import patch
 
 import pytest
-from torch.distributed import DistNetworkError
+import torch
+from torch.distributed import DistNetworkError, DistStoreError, HashStore
 
 from lightning_distrec.cluster.door import encode_fields, open_door, read_fields, sign
 from lightning_distrec.cluster.watchdog import Watchdog, find_location, is_network_failure
@@ -282,3 +288,85 @@ def test_a_main_thread_that_just_enters_a_function_is_not_taken_for_one_that_wai
     assert not Watchdog._is_waiting(watchdog)
     lock.release()
     thread.join()
+
+
+async def _seconds_until_stuck(answer: Callable[[int], dict[str, object]]) -> float | None:
+    """Return how long a rank waits until its process takes it for stuck; None: not within five times the limit.
+
+    answer: returns what the rank answers when its process asks.
+    """
+    limit = 4 * TICK_SECONDS
+    monitor = Monitor(replace(SETTINGS, deadlock_seconds=limit), asyncio.StreamReader())
+    monitor._change(started=1)
+    for tick in range(round(5 * limit / TICK_SECONDS)):
+        if monitor._watch_exchange():
+            monitor._change(**answer(tick))
+        if monitor._state.is_stuck:
+            return tick * TICK_SECONDS
+    return None
+
+
+def test_a_rank_is_stuck_where_it_waits_at_one_place_and_nowhere_else() -> None:
+    waits: dict[str, object] = {"is_waiting": True, "place": 7}
+
+    def seconds(answer: Callable[[int], dict[str, object]]) -> float | None:
+        return asyncio.run(_seconds_until_stuck(answer))
+
+    # Two answers show the place, and that it stays; from then on the limit counts.
+    assert seconds(lambda _: waits) == 6 * TICK_SECONDS
+    assert seconds(lambda tick: waits | {"place": tick}) is None
+    assert seconds(lambda _: {"is_waiting": False, "place": 7}) is None
+    assert seconds(lambda tick: waits if tick < 4 else {}) is None, "it holds the interpreter, and does not answer"
+
+
+def _look_at(run: Callable[[threading.Event], object]) -> tuple[set[bool], int]:
+    """Run something in a thread, and look at it thrice. Return whether it waits, and at how many places it was seen."""
+    event = threading.Event()
+    (thread := threading.Thread(target=run, args=(event,), daemon=True)).start()
+    watchdog = Watchdog.__new__(Watchdog)
+    watchdog._main, watchdog._progress = cast(int, thread.ident), str
+    watchdog._last_seen = watchdog._cpu_seconds = 0.0
+    waits, places = [], set()
+    for _ in range(4):
+        time.sleep(0.1)
+        waits.append(watchdog._is_waiting())
+        places.add(watchdog._place(""))
+    event.set()
+    thread.join()
+    # The first has nothing before it that a processor's time could be counted from.
+    return set(waits[1:]), len(places)
+
+
+def test_waits_are_told_from_work() -> None:
+    store = HashStore()
+
+    def wait(_: object) -> None:
+        with contextlib.suppress(DistStoreError):
+            store.wait(["never"], timedelta(seconds=1))
+
+    def spin(_: object) -> None:
+        work.item()
+
+    def compute_before_a_wait(_: object) -> None:
+        with contextlib.suppress(AttributeError):
+            work.item().wait()
+
+    def loop(event: threading.Event) -> None:
+        while not event.is_set():
+            sum(range(1000))
+
+    def go_backward(event: threading.Event) -> None:
+        weight = torch.ones(400, 400, requires_grad=True)
+        while not event.is_set():
+            (weight @ weight).sum().backward()
+
+    spin_in_c = functools.partial(hashlib.pbkdf2_hmac, "sha256", b"", b"", 1 << 20)
+    work = SimpleNamespace(item=spin_in_c)
+    assert _look_at(wait) == ({True}, 1)
+    assert _look_at(spin) == ({False}, 1), "without a GPU it computes"
+    with patch.object(torch.cuda, "is_initialized", lambda: True):
+        assert _look_at(spin) == ({True}, 1), "a GPU is waited for like this"
+    if sys.version_info >= (3, 11):
+        assert _look_at(compute_before_a_wait) == ({False}, 1)
+    assert _look_at(loop)[0] == {False}
+    assert _look_at(go_backward)[0] == {False}
