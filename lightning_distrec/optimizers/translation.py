@@ -61,6 +61,7 @@ _STATE_KEYS: dict[EmbOptimType, list[tuple[str, bool]]] = {
     EmbOptimType.ADAM: [("exp_avg", False), ("exp_avg_sq", False)],
 }
 _UNEQUAL_BATCHES = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.ADAM)
+UPDATED_IN_BACKWARD: tuple[Kind, ...] = ("fused", "fused_lazy")
 NO_UPDATE: dict[str, Any] = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.0}
 """FBGEMM's arguments for a kernel that looks up and updates nothing; it keeps neither state nor gradient."""
 
@@ -117,7 +118,7 @@ class TableUpdate:
     @property
     def in_backward(self) -> bool:
         """Whether FBGEMM updates the table inside of backward."""
-        return self.kind in ("fused", "fused_lazy")
+        return self.kind in UPDATED_IN_BACKWARD
 
     @property
     def state_keys(self) -> list[tuple[str, bool]]:

@@ -293,8 +293,8 @@ class Prefetcher:
         with suppress(Exception):  # the failure that is being raised is the one to see
             for lookup in step.batch.waiting:
                 lookup.take()
+            step.send_following()  # as the others do: another fit may follow
             if step.message is None:
-                step.send_following()  # as the others do: another fit may follow
                 self._send_message(step, self.ranks.rank).wait_up_to(FAILURE_NOTICE_SECONDS)
             elif self.differing.failure is not None and not self.differing.is_reported:
                 self._read_message(step, step.message)  # the others, who read it, gather what differs

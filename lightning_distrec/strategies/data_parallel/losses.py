@@ -116,6 +116,7 @@ class BatchSizes:
     def __init__(self, trainer: Trainer, ranks: Ranks, notify: Callable[[str], None]) -> None:
         self._trainer, self._ranks, self._notify = trainer, ranks, notify
         self._is_done, self._num_steps = ranks.num_ranks == 1, 0
+        self._is_due = True
         self._last: list[int] = []
         """The number of the last step whose batch was looked at, and the sizes of its tensors."""
 
@@ -124,16 +125,14 @@ class BatchSizes:
         if self._is_done:
             return
         # Once the step has ended, in which lookups may have shown numbers of examples.
-        if self._is_due():
+        if self._is_due:
             self.compare()
         self._num_steps += 1
+        self._is_due = self._num_steps & (self._num_steps - 1) == 0
         # Ranks may not know alike that a batch is the last one: all compare it when the epoch ends.
-        if self._is_due() or self._trainer.is_last_batch:
+        if self._is_due or self._trainer.is_last_batch:
             tensors = [leaf for _, leaf in named_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
             self._last = [self._num_steps, *map(len, tensors)]
-
-    def _is_due(self) -> bool:
-        return self._num_steps & (self._num_steps - 1) == 0
 
     def compare(self) -> None:
         """Collective. Compare the batch that was looked at last."""

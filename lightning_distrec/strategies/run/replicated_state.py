@@ -3,8 +3,7 @@
 Ranks whose learning rates or replicas differ train models of their own, of which a checkpoint would keep rank 0's.
 """
 
-from collections.abc import Iterator, Mapping
-from itertools import chain
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +40,8 @@ class ReplicatedState:
         """
         if self._ranks.num_ranks == 1:
             return
-        self.compare_numbers()
+        if self._flags.differs:
+            self.compare_numbers()
         groups = self._groups()
         # A count is cheap in every step, and changes where add_param_group is called.
         moment = self._run.trainer.current_epoch, sum([len(group["params"]) for group in groups])
@@ -49,9 +49,9 @@ class ReplicatedState:
             self._checked = moment
             self._refuse_untrained()
         # It travels with the messages of the step: one of its own would cost a round trip.
-        numbers = chain.from_iterable(map(group_numbers, groups))
-        self._flags.compared = hash(tuple([number for _, number in numbers]))
-        self._compare_weights()
+        self._flags.compared = hash(tuple([number for _, _, number in group_numbers(groups)]))
+        if self._projections is not None:
+            self._compare_weights()
         steps, self._num_steps = self._num_steps, self._num_steps + 1
         # At powers of two: drift shows early. Alike on all ranks by the count.
         if steps and (steps & (steps - 1) == 0 or steps % LONGEST_INTERVAL == 0):
@@ -61,7 +61,7 @@ class ReplicatedState:
             self._compare_weights()
 
     def _groups(self) -> list[dict[str, Any]]:
-        return list(chain.from_iterable([optimizer.param_groups for optimizer in self._run.optimizers()]))
+        return [group for optimizer in self._run.optimizers() for group in optimizer.param_groups]
 
     def compare_numbers(self) -> None:
         """Collective where ranks have learned that they differ. Raise OptimizerError with the number that does."""
@@ -69,9 +69,8 @@ class ReplicatedState:
             return
         self._flags.differs = False
         numbers: dict[str, tuple[float, float]] = {}
-        for place, group in enumerate(self._groups()):
-            for key, number in group_numbers(group):
-                numbers[f"'{key}' of param group {place} (number {len(numbers)})"] = number, 0.0
+        for place, key, number in group_numbers(self._groups()):
+            numbers[f"'{key}' of param group {place} (number {len(numbers)})"] = number, 0.0
         numbers["how many numbers param groups have"] = len(numbers), 0.0
         self._refuse_differing(
             numbers,
@@ -147,12 +146,16 @@ class ReplicatedState:
                     )
 
 
-def group_numbers(group: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the plain numbers of a param group, and those in tuples. Hashes of texts differ between processes."""
-    for key, value in group.items():
-        for part in value if isinstance(value, tuple) else (value,):
-            if isinstance(part, (int, float)):
-                yield key, part
+def group_numbers(groups: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, float]]:
+    """Return the plain numbers of param groups, and those in tuples, each with its group's place and its key."""
+    # One list, not a generator for each group, of which each number is a call in every step.
+    return [
+        (place, key, number)
+        for place, group in enumerate(groups)
+        for key, value in group.items()
+        for number in (value if isinstance(value, tuple) else (value,))
+        if isinstance(number, (int, float))
+    ]
 
 
 def project(weight: Tensor) -> Tensor:

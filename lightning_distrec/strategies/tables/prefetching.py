@@ -7,7 +7,7 @@ up ahead, and else its ShardedLookup; the lookup reports arrived rows to `Prefet
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -47,6 +47,10 @@ KINDS = {
     RunningStage.TESTING: "test",
     RunningStage.PREDICTING: "prediction",
 }
+
+
+TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+"""Hooks of modules and data modules that prepare a batch."""
 
 
 @dataclass
@@ -164,8 +168,13 @@ class Prefetching:
         self._changes = RowChanges()
         self._streams = Streams(strategy.root_device)
         movers = [mover for mover in (module, trainer.datamodule) if mover is not None]  # type: ignore[attr-defined]
-        self._moves_itself = any(is_overridden("transfer_batch_to_device", mover) for mover in movers)
-        self._ahead = type("Trainer", (RunsAhead, type(trainer)), {})
+        hooks = [hook for hook in TRANSFER_HOOKS for mover in movers if is_overridden(hook, mover)]
+        self._moves_itself = "transfer_batch_to_device" in hooks
+        self._sparse_inputs: Callable[[Any], Any] | None = getattr(module, "sparse_inputs", None)
+        self._ahead: type | None = None
+        """The class of the trainer while code of the user prepares a batch; None: there is none."""
+        if hooks or self._sparse_inputs is not None:
+            self._ahead = type("Trainer", (RunsAhead, type(trainer)), {})
         self._fetchers: dict[str, PrefetchFetcher] = {}
         lookups = {lookup.path: lookup for lookup in tables.lookups}
         self._tables = {
@@ -196,7 +205,6 @@ class Prefetching:
         self._lookups = tables.lookups
         for lookup in self._lookups:
             lookup.on_rows_arrived = self.prefetcher.rows_arrived
-        self._sparse_inputs: Callable[[Any], Any] | None = getattr(module, "sparse_inputs", None)
         if self._sparse_inputs is not None:
             self._undo.append(self._override_sparse_inputs(self._sparse_inputs))
 
@@ -233,7 +241,8 @@ class Prefetching:
         return self._fetchers[kind]
 
     def _make_ready(self, in_flight: InFlightBatch, batch: Any, dataloader_idx: int) -> None:
-        with self._streams.copying(batch), self._ahead_of_step():
+        ahead = nullcontext() if self._ahead is None else self._ahead_of_step(self._ahead)
+        with self._streams.copying(batch), ahead:
             batch = self._strategy.precision_plugin.convert_input(batch)
             batch = call_transfer_hook(self._module, batch, dataloader_idx)
             if self._streams.on_gpu:  # last: conversions and hooks return memory that is not pinned
@@ -248,11 +257,11 @@ class Prefetching:
         if self._learner.needs_objects(in_flight.kind):
             in_flight.objects = BatchObjects(in_flight.roots)
 
-    def _ahead_of_step(self) -> Patches:
+    def _ahead_of_step(self, kind: type) -> Patches:
         """Return the context in which the user's hooks are called ahead of the step that they are for."""
         patches, trainer = Patches(), self._module.trainer
         if trainer.training:  # counters stay in an evaluation
-            patches.replace_class(trainer, self._ahead)
+            patches.replace_class(trainer, kind)
         return patches
 
     def take(self, ready: ReadyBatch) -> Any:

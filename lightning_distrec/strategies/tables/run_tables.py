@@ -350,7 +350,8 @@ class RunTables:
     def _note_update(self) -> None:
         # Gathered weights are of before the update.
         self.shards.state.num_changes += 1
-        self._summed_lookups.end_first_step()
+        if self._summed_lookups.followed:
+            self._summed_lookups.end_first_step()
         if self.groups is not None:
             self.groups.after_optimizer_step()
         for lookup in self.lookups:

@@ -32,6 +32,7 @@ from lightning_distrec.optimizers.param_groups import replace_parameters, rewrit
 from lightning_distrec.optimizers.torchrec_optimizers import members_of
 from lightning_distrec.optimizers.translation import (
     NO_UPDATE,
+    UPDATED_IN_BACKWARD,
     LearningRates,
     TableUpdate,
     can_sum_rows,
@@ -351,8 +352,8 @@ def _note_gradients(
     reached: set[str], rowless: dict[str, str], updates: Mapping[str, TableUpdate], table: str | None
 ) -> None:
     """Note tables whose gradients are kept, and whose rows are all on other ranks. table: one; None: all of them."""
-    names = (name for key, name in rowless.items() if table in (None, key))
-    reached.update(name for name in names if not updates[name].in_backward)
+    names = rowless.values() if table is None else [rowless[table]] if table in rowless else []
+    reached.update([name for name in names if updates[name].kind not in UPDATED_IN_BACKWARD])
 
 
 def _refuse_direct_gradient(name: str, updates: Mapping[str, TableUpdate], weight: torch.Tensor) -> None:

@@ -33,7 +33,7 @@ class SummedLookups:
     ) -> None:
         self._shards, self._updates = shards, updates
         self._num_steps, self._on_change = num_steps, on_change
-        self._followed: list[tuple[ShardedLookup, list[Any]]] = []
+        self.followed: list[tuple[ShardedLookup, list[Any]]] = []
         """Lookups that the first step may make twice, and the handles of hooks on their kernels."""
 
     def begin(self, lookups: Iterable[ShardedLookup]) -> None:
@@ -45,12 +45,12 @@ class SummedLookups:
 
     def end_first_step(self) -> None:
         """An optimizer has stepped. Where one lookup was made, FBGEMM alone updates the tables from now on."""
-        for lookup, handles in self._followed:
+        for lookup, handles in self.followed:
             lookup.second_gradients.on_second = None
             if not lookup.sums_gradients:
                 for handle in handles:
                     handle.remove()
-        self._followed = []
+        self.followed = []
 
     def _can_be_summed(self, table: Table) -> bool:
         update, kernel = self._updates[table.full_name], self._shards.plan[table.full_name].compute_kernel
@@ -61,7 +61,7 @@ class SummedLookups:
     def _follow(self, lookup: ShardedLookup, names: set[str]) -> None:
         handles = self._shards.keep_gradients_if(names, lambda: lookup.sums_gradients)
         lookup.second_gradients.on_second = partial(self._sum, lookup, names)
-        self._followed.append((lookup, handles))
+        self.followed.append((lookup, handles))
 
     def _sum(self, lookup: ShardedLookup, names: set[str]) -> None:
         """Let the user's optimizer step on the tables from this step on, on all ranks: they make the same lookups."""

@@ -20,7 +20,7 @@ from tests.support.click_model import ClickModel, make_batch, seeded
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.trainers import make_trainer
 
-STEPS, SLEEP_SECONDS = 6, 0.2
+STEPS, SLEEP_SECONDS = 12, 0.2
 
 
 class Slow(ClickModel):

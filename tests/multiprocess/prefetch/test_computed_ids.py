@@ -11,7 +11,7 @@ import torch
 from tests.support import computed_models as models
 from tests.support.computed_models import SHAPES, Fitted
 from tests.support.parameters import slow_except
-from tests.support.ranks import run_on_ranks, run_on_warm_ranks
+from tests.support.ranks import run_on_warm_ranks
 
 STEPS = 11
 LAST = ("truncate_to_longest", "branch_never", "branch_both", "branch_between_inputs", "assert_range", "branch_on_item")
@@ -137,8 +137,8 @@ BESIDE = [
 
 
 def test_all_ranks_hear_of_a_call_that_differs_on_one_of_them() -> None:
-    # On ranks of their own: what a failed step has sent may stay in the group of their process.
-    first, other = run_on_ranks(models.fit_each, 2, BESIDE)
+    # On ranks that go on to fit other models: nothing of a failed step may stay in their groups.
+    first, other = run_on_warm_ranks(models.fit_each, 2, BESIDE)
     for names, found_there, fitted in zip(BESIDE, other, first, strict=True):
         assert found_there.error.startswith("ProvenanceError: 'tables."), (names, found_there.error)
         assert "prefetch={'computed_ids': False}" in found_there.error
