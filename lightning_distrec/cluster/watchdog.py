@@ -45,13 +45,15 @@ NETWORK_ERROR = re.compile(
 NOT_USER_CODE = ("<", "site-packages", "dist-packages", str(Path(os.__file__).parent), str(Path(__file__).parents[1]))
 # Files in which a thread waits for other ranks, or starts what does: `backward`. Not those of checkpoints, where it
 # waits for a disk.
-EXCHANGES = re.compile(r"/(torch/(distributed/(?!checkpoint)|nn/parallel/dist|autograd/)|torchrec/distributed/)")
+EXCHANGES = re.compile(
+    r"/(torch/(distributed/(?!checkpoint)|nn/parallel/dist|autograd/(?!prof))|torchrec/distributed/)"
+)
 # Waits known by their names: those for a GPU take a whole processor, as work does.
 ARGUMENTS = r"\(([^()]|\([^()]*\))*\)$"
 WAIT = re.compile(r"\.wait" + ARGUMENTS)
 WAIT_FOR_GPU = re.compile(r"\.(item|cpu|tolist|to|nonzero|\w*synchronize)" + ARGUMENTS)
-IDLE_SHARE = 0.1
-"""A thread that takes less than this share of a processor's time computes nothing."""
+PAGES_PER_PLACE = 1000
+"""A thread that has taken so many pages of memory since is at another place: it copies. Those that spin take few."""
 
 
 class Watchdog:
@@ -67,7 +69,6 @@ class Watchdog:
         self._progress: Callable[[], str] = str
         self._failure_location = ""
         self._main = threading.main_thread().ident or 0
-        self._last_seen = self._cpu_seconds = 0.0
         self._state: dict[str, object] = {"started": 0}
         # Both the main thread and the one that receives write lines.
         self._sending = threading.Lock()
@@ -164,7 +165,7 @@ class Watchdog:
                 # By this thread: the main one may be stuck in a collective, which is what the hub wants to know.
                 is_waiting, progress = self._is_waiting(), self._progress()
                 # Where a run ends, ranks ask the store again and again.
-                place = self._place(progress) if self._progress is not _wait_at_end else 0
+                place = self._place(progress) if is_waiting and self._progress is not _wait_at_end else 0
                 self.send(location=self._find_location(), progress=progress, is_waiting=is_waiting, place=place)
             status = self._process.wait()
             # It ended as requested, or along with the interpreter: neither is a reason for another one.
@@ -194,38 +195,24 @@ class Watchdog:
         print(f"[rank: {self._settings.rank}] {message}", flush=True)
 
     def _is_waiting(self) -> bool:
-        """Whether the main thread waits for other ranks, or for a GPU that may, as far as Python sees."""
+        """Whether this rank waits for others, or for a GPU that may, as far as Python sees."""
         if self._progress is _wait_at_end:
             return True
-        frame = sys._current_frames().get(self._main)  # noqa: SLF001
-        # What calls an operation of torch by its name, such as a collective's wait_tensor.
-        while frame is not None and frame.f_code.co_filename.endswith("/torch/_ops.py"):
-            frame = frame.f_back
-        # A frame has no line while it is entered.
-        if frame is None or frame.f_lineno is None:
+        frames = sys._current_frames()  # noqa: SLF001
+        if (main := frames.pop(self._main, None)) is None:
             return False
-        # Waits of exchanges call into C; others, of threads and processes, are functions of Python with other lines.
-        call, has_gpu = find_call(frame), torch.cuda.is_initialized()
-        if WAIT.search(call) or (has_gpu and WAIT_FOR_GPU.search(call)):
-            return True
-        is_exchange = EXCHANGES.search(frame.f_code.co_filename) is not None
-        # Without GPUs these files compute too: in backward, and what DTensor dispatches.
-        return is_exchange and (has_gpu or self._is_idle())
-
-    def _is_idle(self) -> bool:
-        """Whether the main thread has computed nothing since this was last asked."""
-        last_seen, cpu_seconds = self._last_seen, self._cpu_seconds
-        self._last_seen = time.monotonic()
-        self._cpu_seconds = time.clock_gettime(time.pthread_getcpuclockid(self._main))
-        return self._cpu_seconds - cpu_seconds < IDLE_SHARE * (self._last_seen - last_seen)
+        judged = [main]
+        # On GPUs it runs on threads that torch starts: hooks compute there, and what is compiled on first use.
+        if main.f_code.co_name == "_engine_run_backward":
+            stacks = [[*traceback.walk_stack(frame)] for frame in frames.values()]
+            own = [stack[0][0] for stack in stacks if stack[-1][0].f_code.co_filename != threading.__file__]
+            judged = own or judged
+        return all(map(is_wait, judged))
 
     def _place(self, progress: str) -> int:
-        """Return a number that stays while the main thread stays in one call, and its GPUs compute nothing."""
-        frame, places = sys._current_frames().get(self._main), []  # noqa: SLF001
-        while frame is not None:
-            places.append((id(frame.f_code), frame.f_lasti))
-            frame = frame.f_back
-        return hash((progress, count_allocations(), *places))
+        """Return a number that stays while the main thread stays in one call, and computes and copies nothing."""
+        stack = traceback.walk_stack(sys._current_frames().get(self._main))  # noqa: SLF001
+        return hash((progress, *count_work(self._main), *((id(frame.f_code), frame.f_lasti) for frame, _ in stack)))
 
     def _find_location(self) -> str:
         # After a failure the main thread is in handlers of the exception, far from the line that failed.
@@ -250,12 +237,31 @@ def find_call(frame: FrameType) -> str:
     return line.encode()[:end].decode(errors="ignore")
 
 
-def count_allocations() -> int:
-    """Return how often this process has taken memory on GPUs, as all that computes there does."""
+def is_wait(frame: FrameType) -> bool:
+    """Whether a thread that is in a frame waits in a call of C that waits for ranks or GPUs, or may do so."""
+    # What calls an operation of torch by its name, such as a collective's wait_tensor.
+    while frame.f_back is not None and frame.f_code.co_filename.endswith("/torch/_ops.py"):
+        frame = frame.f_back
+    # A frame has no line while it is entered.
+    if frame.f_lineno is None:
+        return False
+    # Waits of exchanges call into C; others, of threads and processes, are functions of Python with other lines.
+    call, file = find_call(frame), frame.f_code.co_filename
+    waits_for_gpu = torch.cuda.is_initialized() and WAIT_FOR_GPU.search(call)
+    return bool(WAIT.search(call) or waits_for_gpu or EXCHANGES.search(file))
+
+
+def count_work(thread: int) -> tuple[int, int]:
+    """Return counts that grow while a process computes on GPUs, or a thread copies; without GPUs, while it computes."""
     if not torch.cuda.is_initialized():
-        return 0
+        return int(time.clock_gettime(time.pthread_getcpuclockid(thread))), 0
+    # Waits for a GPU take a processor, too. What computes there takes memory there.
     devices = range(torch.cuda.device_count())
-    return sum(torch.cuda.memory_stats(device).get("allocation.all.allocated", 0) for device in devices)
+    number = sum(torch.cuda.memory_stats(device).get("allocation.all.allocated", 0) for device in devices)
+    # Source: man 5 proc, minflt to cmajflt.
+    path = f"/proc/self/task/{threading.main_thread().native_id}/stat"
+    minor, _, major = Path(path).read_text().rpartition(")")[2].split()[7:10]
+    return number, (int(minor) + int(major)) // PAGES_PER_PLACE
 
 
 def is_network_failure(failure: BaseException) -> bool:

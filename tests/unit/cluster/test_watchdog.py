@@ -1,10 +1,11 @@
 """What rank 0's process makes of what it hears of the ranks, and what a rank says of its own failures."""
 
+import _thread
 import asyncio
 import contextlib
 import functools
-import hashlib
 import json
+import mmap
 import os
 import socket
 import sys
@@ -320,53 +321,108 @@ def test_a_rank_is_stuck_where_it_waits_at_one_place_and_nowhere_else() -> None:
 
 
 def _look_at(run: Callable[[threading.Event], object]) -> tuple[set[bool], int]:
-    """Run something in a thread, and look at it thrice. Return whether it waits, and at how many places it was seen."""
-    event = threading.Event()
-    (thread := threading.Thread(target=run, args=(event,), daemon=True)).start()
+    """Run something that ends with an event, and look at it. Return whether it waits, and at how many places it was.
+
+    This thread runs it, and another one looks.
+    """
     watchdog = Watchdog.__new__(Watchdog)
-    watchdog._main, watchdog._progress = cast(int, thread.ident), str
-    watchdog._last_seen = watchdog._cpu_seconds = 0.0
-    waits, places = [], set()
-    for _ in range(4):
+    watchdog._main, watchdog._progress = threading.get_ident(), str
+    waits: list[bool] = []
+    places: list[int] = []
+    event = threading.Event()
+
+    def look() -> None:
         time.sleep(0.1)
-        waits.append(watchdog._is_waiting())
-        places.add(watchdog._place(""))
-    event.set()
+        for _ in range(8):
+            time.sleep(0.1)
+            waits.append(watchdog._is_waiting())
+            places.append(watchdog._place(""))
+        event.set()
+
+    (thread := threading.Thread(target=look, daemon=True)).start()
+    run(event)
     thread.join()
-    # The first has nothing before it that a processor's time could be counted from.
-    return set(waits[1:]), len(places)
+    return set(waits), len(set(places))
+
+
+def _blocked(event: threading.Event) -> "functools.partial[bool]":
+    """Return a call into C that lasts until an event."""
+    lock = threading.Lock()
+    lock.acquire()
+    threading.Thread(target=lambda: event.wait() and lock.release(), daemon=True).start()
+    return functools.partial(lock.acquire, timeout=60)
 
 
 def test_waits_are_told_from_work() -> None:
     store = HashStore()
 
-    def wait(_: object) -> None:
+    def wait(_: threading.Event) -> None:
         with contextlib.suppress(DistStoreError):
-            store.wait(["never"], timedelta(seconds=1))
+            store.wait(["never"], timedelta(seconds=3))
 
-    def spin(_: object) -> None:
-        work.item()
+    def wait_for_gpu(event: threading.Event) -> None:
+        SimpleNamespace(item=_blocked(event)).item()
 
-    def compute_before_a_wait(_: object) -> None:
+    def compute_before_a_wait(event: threading.Event) -> None:
         with contextlib.suppress(AttributeError):
-            work.item().wait()
+            SimpleNamespace(item=_blocked(event)).item().wait()
 
     def loop(event: threading.Event) -> None:
         while not event.is_set():
             sum(range(1000))
 
-    def go_backward(event: threading.Event) -> None:
-        weight = torch.ones(400, 400, requires_grad=True)
-        while not event.is_set():
-            (weight @ weight).sum().backward()
-
-    spin_in_c = functools.partial(hashlib.pbkdf2_hmac, "sha256", b"", b"", 1 << 20)
-    work = SimpleNamespace(item=spin_in_c)
     assert _look_at(wait) == ({True}, 1)
-    assert _look_at(spin) == ({False}, 1), "without a GPU it computes"
+    assert _look_at(wait_for_gpu) == ({False}, 1), "without a GPU it computes"
     with patch.object(torch.cuda, "is_initialized", lambda: True):
-        assert _look_at(spin) == ({True}, 1), "a GPU is waited for like this"
+        assert _look_at(wait_for_gpu) == ({True}, 1), "a GPU is waited for like this"
     if sys.version_info >= (3, 11):
         assert _look_at(compute_before_a_wait) == ({False}, 1)
     assert _look_at(loop)[0] == {False}
-    assert _look_at(go_backward)[0] == {False}
+
+
+def test_a_thread_that_computes_or_copies_is_at_other_places() -> None:
+    watchdog = Watchdog.__new__(Watchdog)
+    watchdog._main = threading.get_ident()
+
+    def places(work: Callable[[], object]) -> int:
+        return len({(work(), watchdog._place(""))[1] for _ in range(2)})
+
+    def compute() -> None:
+        began = time.thread_time()
+        while time.thread_time() < began + 1:
+            pass
+
+    def copy() -> None:
+        mmap.mmap(-1, 2000 * mmap.PAGESIZE).write(bytes(2000 * mmap.PAGESIZE))
+
+    assert places(compute) == 2
+    assert places(int) == 1
+    with patch.object(torch.cuda, "is_initialized", lambda: True):
+        assert places(compute) == 1, "a wait for a GPU takes a processor"
+        assert places(copy) == 2
+
+
+# As torch/autograd/graph.py, where the main thread is while backward runs on a thread of the GPU's.
+ENGINE = "def _engine_run_backward(call):\n    call()"
+
+
+def test_what_runs_in_backward_on_a_gpu_is_work() -> None:
+    engine: dict[str, Callable[[object], None]] = {}
+    exec(compile(ENGINE, "/torch/autograd/graph.py", "exec"), engine)  # noqa: S102
+    released = threading.Lock()
+
+    def run(event: threading.Event, hook: Callable[[], object] | None) -> None:
+        released.acquire()
+        if hook is not None:
+            # As threads that torch starts: the first function that Python sees is the hook.
+            _thread.start_new_thread(hook, ())
+        engine["_engine_run_backward"](_blocked(event))
+        released.release()
+
+    def compute() -> None:
+        while released.locked():
+            time.sleep(0.01)
+
+    with patch.object(torch.cuda, "is_initialized", lambda: True):
+        assert _look_at(lambda event: run(event, None)) == ({True}, 1)
+        assert _look_at(lambda event: run(event, compute)) == ({False}, 1)
