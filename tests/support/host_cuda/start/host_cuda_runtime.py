@@ -4,6 +4,7 @@ import atexit
 import ctypes
 import importlib.util
 import json
+import multiprocessing.util
 import os
 import sys
 import traceback
@@ -35,6 +36,7 @@ def load_library() -> None:
     _library.host_cuda_register_exchanges()
     _library.host_cuda_report_to(_report)
     atexit.register(_write_reports)
+    multiprocessing.util.register_after_fork(_reports, _report_apart)
 
 
 # ---- reports
@@ -66,10 +68,17 @@ def forget_reports() -> None:
 
 
 def _write_reports() -> None:
-    """Leave what was seen for the process that started this one."""
-    if folder := os.environ.get("HOST_CUDA_REPORTS"):
+    """Leave what was seen for the process that started this one, if it has not ended before."""
+    folder = os.environ.get("HOST_CUDA_REPORTS")
+    if folder and os.path.isdir(folder):
         lines = [[*report, count] for report, count in _reports.items()]
         (Path(folder) / f"{os.getpid()}.json").write_text(json.dumps(lines))
+
+
+def _report_apart(_: Any) -> None:
+    """Begin anew in a process that multiprocessing has forked, which ends without atexit."""
+    _reports.clear()
+    multiprocessing.util.Finalize(None, _write_reports, exitpriority=0)
 
 
 # ---- torch._C
@@ -288,5 +297,16 @@ def _after_c10d() -> None:
     host_nccl.install()
 
 
+def _after_fbgemm() -> None:
+    import host_fbgemm
+
+    host_fbgemm.install()
+
+
 BEFORE = {"torch": load_library, "torch.cuda": _before_cuda}
-AFTER = {"torch.cuda": _after_cuda, "torch.storage": _after_storage, "torch.distributed.distributed_c10d": _after_c10d}
+AFTER = {
+    "torch.cuda": _after_cuda,
+    "torch.storage": _after_storage,
+    "torch.distributed.distributed_c10d": _after_c10d,
+    "fbgemm_gpu.split_table_batched_embeddings_ops_training": _after_fbgemm,
+}

@@ -6,7 +6,13 @@ import os
 import sys
 from typing import Any
 
-FOLLOWED = ("torch", "torch.cuda", "torch.distributed.distributed_c10d", "torch.storage")
+FOLLOWED = (
+    "torch",
+    "torch.cuda",
+    "torch.distributed.distributed_c10d",
+    "torch.storage",
+    "fbgemm_gpu.split_table_batched_embeddings_ops_training",
+)
 
 
 class _WithDevice(importlib.abc.MetaPathFinder):
