@@ -24,6 +24,15 @@ def is_on_gpu(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
 
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes of a GPU that this process can take: those that are free, and those that torch keeps of others.
+
+    An earlier model of the process may have left them, in a search or a notebook.
+    """
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
+
+
 class HostCopy:
     """Few numbers of a tensor that the host needs later: they are sent now, without waiting for them."""
 
