@@ -138,6 +138,6 @@ def refuse_shared_devices(store: Store, rank: int, num_ranks: int, device: str) 
         ranks = ", ".join(str(other) for other, name in enumerate(devices) if name == shared)
         raise ConfigError(
             f"ranks {ranks} are all on the GPU {shared}, which NCCL does not allow. "
-            "Leave Trainer(devices=...) out, or set it to the number of ranks on a node, so that each rank takes the "
-            "GPU of its local rank; or let the launcher show each rank one GPU (--gpus-per-task=1)."
+            "Leave Trainer(devices=...) out, or set it to the number of ranks on a node, and let the launcher show "
+            "each rank all GPUs of its node (Slurm: --gpus-per-node): it takes the GPU of its local rank."
         )
