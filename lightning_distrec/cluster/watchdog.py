@@ -53,7 +53,7 @@ ARGUMENTS = r"\(([^()]|\([^()]*\))*\)$"
 WAIT = re.compile(r"\.wait" + ARGUMENTS)
 WAIT_FOR_GPU = re.compile(r"\.(item|cpu|tolist|to|nonzero|\w*synchronize)" + ARGUMENTS)
 PAGES_PER_PLACE = 1000
-"""A thread that has taken so many pages of memory since is at another place: it copies. Those that spin take few."""
+"""A thread that has taken this many pages of memory is at another place: it copies. One that spins takes few."""
 
 
 class Watchdog:

@@ -6,10 +6,10 @@ from datetime import timedelta
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from lightning_distrec._compat.torch_distributed import split_ranks
 from lightning_distrec.errors import ConfigError, UnsupportedError
 from lightning_distrec.option_values import plain_fields
 from lightning_distrec.strategies.data_parallel.activations import ActivationCheckpointing
@@ -126,7 +126,7 @@ def make_mesh(
         return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("data_parallel",))
     # By hand, because groups that init_device_mesh makes have torch's default timeout.
     ranks = torch.arange(num_ranks).view(replicas, -1)
-    groups = [dist.new_subgroups_by_enumeration(members.tolist(), timeout=timeout)[0] for members in (ranks.T, ranks)]
+    groups = [split_ranks(members.tolist(), timeout) for members in (ranks.T, ranks)]
     return DeviceMesh.from_group(groups, device.type, ranks.tolist(), mesh_dim_names=("replicate", "shard"))
 
 

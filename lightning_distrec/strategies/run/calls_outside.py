@@ -39,7 +39,7 @@ def wait_for_all(place: str, limit_seconds: float, look: Callable[[float, int], 
     return num_arrived >= num_ranks
 
 
-def leave_together(limit_seconds: float) -> None:
+def destroy_after_all(limit_seconds: float) -> None:
     """Destroy the process group once all ranks are here; rank 0, whose process holds the store, leaves last.
 
     Otherwise torch prints a stack trace for each rank that still asks, or waits for an answer: over NCCL a thread of

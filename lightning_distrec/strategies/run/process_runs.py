@@ -29,7 +29,7 @@ from lightning_distrec.cluster.rendezvous import MeetingPoint
 from lightning_distrec.cluster.watchdog import Watchdog
 from lightning_distrec.cluster.watchdog_messages import Settings
 from lightning_distrec.errors import ConfigError, RankError
-from lightning_distrec.strategies.run.calls_outside import CallsOutside, leave_together, wait_for_all
+from lightning_distrec.strategies.run.calls_outside import CallsOutside, destroy_after_all, wait_for_all
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class ProcessRuns:
                 if has_failed:
                     dist.destroy_process_group()
                 else:
-                    leave_together(FAREWELL_SECONDS)
+                    destroy_after_all(FAREWELL_SECONDS)
 
     def _meet_at_end(self, watchdog: Watchdog, timeout_seconds: float) -> None:
         """Collective. Wait for the other ranks to end the run, up to the timeout. Raises RankError: one has failed.
