@@ -48,6 +48,9 @@ class FSDPOptions:
     reduce_dtype: Dtype | None = None
     """Type in which gradients are sent and summed. None: float32, or that of parameters with a true precision."""
 
+    offload: bool = False
+    """Keep parameters, gradients and optimizer state on the host, and update there. For GPUs: slower, less memory."""
+
     def __post_init__(self) -> None:
         plain_fields(self)
         if self.min_num_parameters < 1:
