@@ -25,6 +25,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesTogethe
     return FilesTogether(config, log)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let ranks of tests/multiprocess train on GPUs, or on CUDA devices in host memory."""
+    parser.addoption("--accelerator", choices=("cpu", "gpu"), default="cpu", help="what ranks train on")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tell ranks, which are processes of their own."""
+    os.environ["RANKS_ACCELERATOR"] = config.getoption("--accelerator")
+
+
 OF_RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torchrec.distributed.types import ShardedModule
 
 from lightning_distrec._compat.torch import apply_in_backward, in_backward_optimizers
@@ -285,6 +286,15 @@ _without_rows: WeakSet[nn.Module] = WeakSet()
 def sharded_tables_of(root: nn.Module) -> ShardedTables | None:
     """Return the tables that are sharded in `root`, or None."""
     return _tables.get(root)
+
+
+def holds_shards(module: nn.Module | None) -> bool:
+    """Return whether a module holds shards, of tables or under FSDP, or weights on the meta device: none can move."""
+    if module is None:
+        return False
+    # By its modules: a step that has failed leaves full parameters in some of them.
+    is_sharded = sharded_tables_of(module) is not None or any(isinstance(part, FSDPModule) for part in module.modules())
+    return is_sharded or any(parameter.is_meta for parameter in module.parameters())
 
 
 def has_unused_shards(root: nn.Module) -> bool:

@@ -24,7 +24,7 @@ from lightning_distrec.strategies.data_parallel.gradient_exchange import (
     refuse_powersgd,
 )
 from lightning_distrec.strategies.data_parallel.replicated_layers import BroadcastSkipper, NoBroadcasts
-from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded
+from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded, refuse_sharded_tables
 from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
 from lightning_distrec.strategies.run.strategy_arguments import RunOptions, any_at_run_time, check_arguments
@@ -99,6 +99,8 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         refuse_absent(run.module, self.strategy_name)
         # A module that an earlier run has sharded would be trained as if each rank's shard were all of it.
         refuse_sharded(run.module, "ddp_tuned")
+        if run.is_fitting:  # looked up alone, they have the numbers of torchrec_sharded
+            refuse_sharded_tables(run.module, "ddp_tuned")
         refuse_gradients(run.module, self.gradient_exchange.comm_dtype, dist.get_backend())
         trains_with_others = run.is_fitting and self.world_size > 1
         checkpointed = self._checkpointed if run.is_fitting else False

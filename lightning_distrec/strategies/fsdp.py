@@ -6,7 +6,6 @@ from typing import Any, Literal
 from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from typing_extensions import Unpack, override
 
 from lightning_distrec._compat.lightning import set_device_and_mesh, wrapped_optimizers
@@ -14,7 +13,12 @@ from lightning_distrec.strategies.data_parallel.activations import ActivationChe
 from lightning_distrec.strategies.fully_sharded.fsdp_options import Dtype, FSDPOptions, make_mesh
 from lightning_distrec.strategies.fully_sharded.fully_sharded_module import FullyShardedModule
 from lightning_distrec.strategies.fully_sharded.shard_blocks import shard_module
-from lightning_distrec.strategies.fully_sharded.shards import drop_unfinished_step, refuse_optimizers, unshard_module
+from lightning_distrec.strategies.fully_sharded.shards import (
+    drop_unfinished_step,
+    refuse_optimizers,
+    refuse_sharded_tables,
+    unshard_module,
+)
 from lightning_distrec.strategies.run.lightning_callbacks import adapt_callbacks
 from lightning_distrec.strategies.run.precision import clip_over_all_ranks, skip_overflows_on_all_ranks
 from lightning_distrec.strategies.run.run import Run
@@ -97,6 +101,7 @@ class TunedFSDPStrategy(DistRecStrategy[Run]):
     def setup(self, trainer: Trainer) -> None:
         run = self.begin_run(trainer, Run)
         refuse_absent(run.module, self.strategy_name)
+        refuse_sharded_tables(run.module, self.strategy_name)
         module, consensus = run.module, run.session.consensus
         trainer.accelerator.setup(trainer)
         if run.is_fitting and self._layer_sync:
@@ -132,9 +137,3 @@ class TunedFSDPStrategy(DistRecStrategy[Run]):
     @override
     def put_weights_back(self, full: dict[str, Tensor]) -> None:
         unshard_module(self.module, full)
-
-    @property
-    @override
-    def module_stays(self) -> bool:
-        # For the next run. A failed step leaves parameters gathered, a failed set-up part of the module sharded.
-        return any(isinstance(module, FSDPModule) for module in self.module.modules())

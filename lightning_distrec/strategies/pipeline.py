@@ -16,7 +16,7 @@ from lightning_distrec import spans
 from lightning_distrec._compat.lightning import set_device_and_mesh
 from lightning_distrec.errors import ConfigError, DistRecError
 from lightning_distrec.gpu import is_gpu
-from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded
+from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded, refuse_sharded_tables
 from lightning_distrec.strategies.run.precision import clip_over_all_ranks
 from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
@@ -152,6 +152,7 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
         trainer.accelerator.setup(trainer)
         # Refused before anything is sharded: a failed set-up leaves the module as it was.
         refuse_sharded(module, self.strategy_name)
+        refuse_sharded_tables(module, self.strategy_name)
         refuse_run(trainer, module)
         # Before the split, which counts bytes and sends weights in the precision's type.
         self.precision_plugin.convert_module(module)
@@ -247,4 +248,4 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
     @override
     def module_stays(self) -> bool:
         # For the next run.
-        return layout_of(self.module) is not None
+        return super().module_stays or layout_of(self.module) is not None

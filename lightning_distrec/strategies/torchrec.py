@@ -33,7 +33,7 @@ from lightning_distrec.strategies.run.strategy_arguments import RunOptions, any_
 from lightning_distrec.strategies.stages.absent_tensors import refuse_absent
 from lightning_distrec.strategies.tables.full_tables import FullTables
 from lightning_distrec.strategies.tables.set_up_inputs import TableSettings
-from lightning_distrec.strategies.torchrec_run import TorchRecRun, dense_options, holds_shards, unshard
+from lightning_distrec.strategies.torchrec_run import TorchRecRun, dense_options, unshard
 
 
 class TorchRecShardedStrategy(FullTables[TorchRecRun]):
@@ -249,8 +249,3 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
     @override
     def put_weights_back(self, full: dict[str, Tensor]) -> None:
         unshard(self.module, full)
-
-    @property
-    @override
-    def module_stays(self) -> bool:
-        return holds_shards(self.lightning_module)

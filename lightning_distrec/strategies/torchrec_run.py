@@ -289,13 +289,6 @@ def dense_options(dense: str, fsdp: FSDPOptions | dict[str, Any] | None) -> FSDP
 
 
 @without_guards
-def holds_shards(module: nn.Module | None) -> bool:
-    """Return whether a module holds tables' shards, or tables on the meta device, neither of which can move."""
-    return module is not None and (
-        sharded_tables_of(module) is not None or any(parameter.is_meta for parameter in module.parameters())
-    )
-
-
 def unshard(module: nn.Module, full: Mapping[str, Tensor]) -> None:
     """Replace all shards of a module by full weights. full: by key; those that are missing stay on meta."""
     if (tables := sharded_tables_of(module)) is not None:

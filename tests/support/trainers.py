@@ -1,5 +1,7 @@
 """Trainers of all ranks that print and write nothing."""
 
+import multiprocessing
+import os
 from typing import Any
 
 import lightning.pytorch as pl
@@ -8,11 +10,14 @@ from lightning_distrec import TorchRecShardedStrategy
 from tests.support.click_model import NO_OUTPUT
 from tests.support.ranks import rank_and_num_ranks
 
+ACCELERATOR = os.environ.get("RANKS_ACCELERATOR", "cpu") if multiprocessing.parent_process() else "cpu"
+"""Of ranks: `pytest --accelerator gpu` has another one than the process that compares what they return."""
+
 DEFAULTS: dict[str, Any] = NO_OUTPUT | {
     "max_epochs": 1,
     "use_distributed_sampler": False,
     "num_sanity_val_steps": 0,
-    "accelerator": "cpu",
+    "accelerator": ACCELERATOR,
 }
 
 

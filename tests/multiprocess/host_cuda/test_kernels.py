@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.host_cuda.kernels import train_kernel, train_plainly
-from tests.support.host_cuda.runs import run_each_on_devices
+from tests.support.host_cuda.runs import device_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -24,11 +24,14 @@ Rows = dict[tuple[Any, ...], list[torch.Tensor]]
 def trained() -> Rows:
     cases = [(kind, place, *form) for kind, *form in OF_CPU_WHEEL for place in PLACES]
     cases += [(kind, place) for kind in ("ADAM", "LAMB") for place in PLACES]
-    (results,) = run_each_on_devices({repr(case): (train_kernel, *case) for case in cases}, 1)
-    for seen in results.values():
-        assert not seen.error, seen.error
-        assert seen.hazards == []
-    return {case: results[repr(case)].result for case in cases}
+    trained = {}
+    with device_ranks(1) as device:
+        for case in cases:
+            (seen,) = device.call(train_kernel, *case)
+            assert not seen.error, seen.error
+            assert seen.hazards == []
+            trained[case] = seen.result
+    return trained
 
 
 @pytest.mark.parametrize("case", OF_CPU_WHEEL, ids=str)

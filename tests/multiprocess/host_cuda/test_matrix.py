@@ -1,14 +1,14 @@
 """Jobs of many forms, on CUDA devices in host memory: they have the numbers of CPUs, and no hazard."""
 
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-import torch
 
-from tests.support.host_cuda.matrix import CASES, fit
-from tests.support.host_cuda.runs import Seen, run_each_on_devices
+from tests.support.host_cuda.matrix import CASES, assert_fits_as_on_cpus, fit
+from tests.support.host_cuda.products import PRODUCTS, REFUSED
+from tests.support.host_cuda.runs import DeviceRanks, device_ranks
 from tests.support.parameters import slow_except
-from tests.support.ranks import run_each_on_ranks
 
 QUICK = [
     "bags, Adagrad",
@@ -24,35 +24,45 @@ QUICK = [
     "fsdp_tuned",
     "pipeline_parallel, 1f1b",
 ]
+OF_TWO_RANKS = [name for name in CASES if name.startswith("pipeline_parallel")]
 
 
-@pytest.fixture(scope="module", params=[2])
-def fits(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """Case -> what it gave on each rank: on CPUs, then on devices. Those alone that are tested."""
-    here = [item for item in request.session.items if item.path == request.path]
-    names = {name for item in here if (name := getattr(item, "callspec", item).params.get("name"))}  # type: ignore[attr-defined]
+@pytest.fixture(scope="module")
+def devices() -> Iterator[DeviceRanks]:
+    """Two ranks."""
+    with device_ranks(2) as ranks:
+        yield ranks
 
-    def calls(accelerator: str) -> dict[str, tuple[Any, ...]]:
-        folder = tmp_path_factory.mktemp(accelerator)
-        return {name: (fit, name, accelerator, folder / str(number)) for number, name in enumerate(sorted(names))}
 
-    on_cpus = run_each_on_ranks(calls("cpu"), request.param)
-    on_devices = run_each_on_devices(calls("gpu"), request.param)
-    return {name: [(on_cpus[rank][name], on_devices[rank][name]) for rank in range(request.param)] for name in names}
+@pytest.fixture(scope="module")
+def device() -> Iterator[DeviceRanks]:
+    """One rank."""
+    with device_ranks(1) as ranks:
+        yield ranks
 
 
 @pytest.mark.parametrize("name", slow_except(QUICK, CASES))
-def test_a_fit_on_devices_has_the_numbers_of_cpus_and_no_hazard(fits: dict[str, list[Any]], name: str) -> None:
-    tolerance = CASES[name].tolerance
-    for expected, seen in fits[name]:
-        assert isinstance(seen, Seen)
-        assert not seen.error, seen.error
-        assert seen.hazards == []
-        assert len(seen.result["losses"]) >= 6
-        for part in ("losses", "logged", "weights"):
-            actual = seen.result[part]
-            torch.testing.assert_close(actual, expected[part], atol=tolerance, rtol=tolerance, msg=part_named(part))
+def test_a_fit_on_devices_has_the_numbers_of_cpus_and_no_hazard(
+    devices: DeviceRanks, name: str, tmp_path: Path
+) -> None:
+    assert_fits_as_on_cpus(devices, 2, CASES[name], tmp_path)
 
 
-def part_named(part: str) -> Any:
-    return lambda message: f"{part}: {message}"
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CASES if name not in OF_TWO_RANKS])
+def test_a_fit_on_one_device_has_the_numbers_of_a_cpu(device: DeviceRanks, name: str, tmp_path: Path) -> None:
+    assert_fits_as_on_cpus(device, 1, CASES[name], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_tables_of_all_kinds_have_the_numbers_of_cpus(devices: DeviceRanks, name: str, tmp_path: Path) -> None:
+    assert_fits_as_on_cpus(devices, 2, PRODUCTS[name], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_exact_is_refused_on_every_rank(devices: DeviceRanks, name: str, tmp_path: Path) -> None:
+    case, words = REFUSED[name]
+    for seen in devices.call(fit, case, "gpu", tmp_path):
+        assert words in seen.error

@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,7 +16,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 
 from lightning_distrec import PipelineParallelStrategy, TorchRecShardedStrategy, TunedDDPStrategy, TunedFSDPStrategy
 from tests.support.dense_models import WIDTH, Recording, loader, whole_batches
-from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_ranks
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_ranks, run_on_warm_ranks
 from tests.support.trainers import DEFAULTS
 
 STRATEGIES: dict[str, Callable[[], Any]] = {
@@ -92,6 +93,20 @@ def _reuse(name: str) -> dict[str, Any]:
     return {"losses": losses, "said": said, "exchanged": exchanged}
 
 
+def _train_tables_elsewhere() -> dict[str, str]:
+    """Return what other strategies say to a module whose tables are sharded, which goes on afterwards."""
+    module = Net(has_table=True)
+
+    def fit(strategy: Any) -> None:
+        _trainer(strategy).fit(module, loader(*rank_and_num_ranks()))
+
+    fit(TorchRecShardedStrategy())
+    others = {name: make for name, make in STRATEGIES.items() if name != "torchrec_sharded"}
+    said = {name: _words(partial(fit, make())) for name, make in others.items()}
+    fit(TorchRecShardedStrategy())
+    return said
+
+
 @pytest.fixture(scope="module")
 def actual() -> list[dict[str, Any]]:
     """What each rank computed and said, by strategy."""
@@ -118,6 +133,14 @@ def test_trainers_share_a_strategy_or_are_told_why_not(actual: list[dict[str, An
         assert torch.equal(results[name]["exchanged"][1 - rank][0][1], torch.arange(2))
         assert "the ranks have not met yet" in said["early"]
         assert said["types"] == "RankError: rank 1: a value of type object cannot be sent to other ranks"
+
+
+def test_sharded_tables_are_refused_by_strategies_that_would_train_each_shard_as_a_whole() -> None:
+    for said in run_on_warm_ranks(_train_tables_elsewhere, 2):
+        for name, words in said.items():
+            assert words.startswith(
+                f"ConfigError: {name}: tables of 'bags' were sharded over the ranks by an earlier run"
+            )
 
 
 def _join_and_fit() -> tuple[int, int, int]:

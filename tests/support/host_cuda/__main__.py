@@ -27,13 +27,22 @@ def main() -> int:
     """Return the script's exit code, after what the device has seen is printed."""
     parser = argparse.ArgumentParser(prog="python -m tests.support.host_cuda")
     parser.add_argument("--devices", type=int, default=1)
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="what python runs: a script, or -m and a module")
-    options = parser.parse_args()
+    parser.add_argument("script", nargs="?", help="what python runs: a script, or -m and a module; and its arguments")
+    own, command = _split(sys.argv[1:])
+    options = parser.parse_args(own)
     with tempfile.TemporaryDirectory() as folder:
         variables = environment(options.devices) | {"HOST_CUDA_REPORTS": folder}
-        code = subprocess.call([sys.executable, *options.command], env=variables)
+        code = subprocess.call([sys.executable, *command], env=variables)
         _print_reports(Path(folder))
     return code
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Return this command's arguments, and those of python: argparse would take `-m` for one of its own."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        return ["--help"], []
+    num_own = 2 if arguments[0] == "--devices" else int(arguments[0].startswith("--devices="))
+    return arguments[:num_own], arguments[num_own:]
 
 
 def _print_reports(folder: Path) -> None:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCES = Path(__file__).parent
-UNITS = ("device.cpp", "fallback.cpp", "exchanges.cpp")
+UNITS = ("memory.cpp", "device.cpp", "fallback.cpp", "exchanges.cpp")
 
 
 class CannotBuild(RuntimeError):
@@ -37,7 +37,7 @@ def library() -> Path:
 
 
 def _digest(torch: Path, *units: str) -> str:
-    parts = [torch / "version.py", SOURCES / "device.h", *(SOURCES / unit for unit in units)]
+    parts = [torch / "version.py", *sorted(SOURCES.glob("*.h")), *(SOURCES / unit for unit in units)]
     return hashlib.sha256(b"".join(part.read_bytes() for part in parts)).hexdigest()[:16]
 
 

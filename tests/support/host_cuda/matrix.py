@@ -16,7 +16,8 @@ from tests.support.chain_models import Sequence
 from tests.support.click_model import ClickModel, EvaluatedModel, SequenceModel, make_batch, seeded
 from tests.support.dense_models import BareAndTied, loader
 from tests.support.embedding_models import whole_state
-from tests.support.ranks import rank_and_num_ranks
+from tests.support.host_cuda.runs import DeviceRanks
+from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
 from tests.support.trainers import DEFAULTS
 
 STEPS = 8
@@ -33,6 +34,13 @@ class SequencesEvaluated(EvaluatedModel):
 
     _build = SequenceModel._build
     forward = SequenceModel.forward
+
+
+class Weighted(EvaluatedModel):
+    """A bag's ids have weights."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args, weighted=True)
 
 
 class Embeddings(EvaluatedModel):
@@ -84,7 +92,7 @@ CASES: dict[str, Case] = {
     "bags, Adam": Case(optimizer=ADAM),
     "bags, table-row-wise": Case(options={"sharding_types": ["table_row_wise"]}),
     "bags, column-wise": Case(options={"sharding_types": ["column_wise"]}),
-    "bags, weighted": Case(model=lambda *args: EvaluatedModel(*args, weighted=True)),
+    "bags, weighted": Case(model=Weighted),
     "sequences, Adagrad": Case(model=SequencesEvaluated),
     "sequences, Adam, row-wise": Case(SequencesEvaluated, ADAM, {"sharding_types": ["row_wise"]}),
     "nn.Embedding, Adam": Case(Embeddings, ADAM, {"convert_embeddings": "all"}),
@@ -144,19 +152,35 @@ CASES: dict[str, Case] = {
 }
 
 
-def fit(name: str, accelerator: str, folder: Path, **changes: Any) -> dict[str, Any]:
+def assert_fits_as_on_cpus(devices: DeviceRanks, num_ranks: int, case: Case, folder: Path) -> None:
+    """Fit a case by warm ranks of CPUs and of devices, and compare what they have seen."""
+    on_cpus = run_on_warm_ranks(fit, num_ranks, replace(case, **case.on_cpu), "cpu", folder / "cpu")
+    on_devices = devices.call(fit, case, "gpu", folder / "gpu")
+    for expected, seen in zip(on_cpus, on_devices, strict=True):
+        assert not seen.error, seen.error
+        assert seen.hazards == []
+        assert len(seen.result["losses"]) >= 6
+        for part, values in expected.items():
+            torch.testing.assert_close(
+                seen.result[part],
+                values,
+                atol=case.tolerance,
+                rtol=case.tolerance,
+                msg=lambda text, part=part: f"{part}: {text}",
+            )
+
+
+def fit(case: Case, accelerator: str, folder: Path, **changes: Any) -> dict[str, Any]:
     """Collective. Return losses, what was logged, and the weights of a case's fit, or of both, on the host."""
-    case, (_, num_ranks) = CASES[name], rank_and_num_ranks()
-    if accelerator == "cpu":
-        case = replace(case, **case.on_cpu)
+    num_ranks = rank_and_num_ranks()[1]
     backend = "nccl" if accelerator == "gpu" else "gloo"
 
     def fit_until(step: int, path: Path | None) -> tuple[Any, Any]:
         strategy = STRATEGIES[case.strategy](process_group_backend=backend, **_with_folder(case.options, folder))
         settings = DEFAULTS | {"accelerator": accelerator, "devices": num_ranks, "max_steps": step} | case.trainer
         trainer = pl.Trainer(strategy=strategy, default_root_dir=folder, **(settings | changes))
-        module = _module(case)
-        batches = _batches(case)
+        module = module_of(case)
+        batches = batches_of(case)
         validation = batches if hasattr(type(module), "validation_step") and case.model is not Sequence else None
         trainer.fit(module, batches, validation, ckpt_path=path)
         return trainer, module
@@ -182,7 +206,7 @@ def _with_folder(options: dict[str, Any], folder: Path) -> dict[str, Any]:
     return options | {"checkpoint": checkpoint | {"incremental": series}}
 
 
-def _module(case: Case) -> Any:
+def module_of(case: Case) -> Any:
     if isinstance(case.model, type) and issubclass(case.model, mapped_models.ManagedModel):
         return seeded(case.model)
     if case.strategy != "tables":
@@ -191,7 +215,7 @@ def _module(case: Case) -> Any:
     return seeded(case.model, case.optimizer, {"lr": 0.02})
 
 
-def _batches(case: Case) -> Any:
+def batches_of(case: Case) -> Any:
     rank, num_ranks = rank_and_num_ranks()
     if case.strategy == "pipeline":
         return None  # the model's own

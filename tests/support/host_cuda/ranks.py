@@ -1,33 +1,45 @@
-"""Runs calls on ranks that have the device: `python -m tests.support.host_cuda.ranks FOLDER`, for runs.py."""
+"""Ranks that have the device, and stay: `python -m tests.support.host_cuda.ranks NUM_RANKS`, for runs.py."""
 
+import os
 import pickle
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tests.support.host_cuda.runs import Seen
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import RankFailed, run_on_warm_ranks, stop_warm_ranks
 
 
-def call_each(calls: dict[str, tuple[Any, ...]]) -> dict[str, Seen]:
-    """Return what each call returns here, or raises, and what the device saw of it."""
+def call(function: Callable[..., Any], args: tuple[Any, ...]) -> Seen:
+    """Return what a function returns here, or raises, and what the device saw of it."""
     import host_cuda_runtime as device
 
-    results: dict[str, Seen] = {}
-    for name, (function, *args) in calls.items():
-        device.forget_reports()
-        result, error = None, ""
+    device.forget_reports()
+    result, error = None, ""
+    try:
+        result = function(*args)
+    except Exception:
+        error = traceback.format_exc()
+    return Seen(result, device.reports("hazard"), device.reports("wait"), error)
+
+
+def serve(num_ranks: int) -> None:
+    """Read folders from stdin; answer the call that each holds beside it."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what ranks print is no answer
+    for line in sys.stdin:
+        folder = Path(line.strip())
+        function, args, timeout_seconds = pickle.loads((folder / "call").read_bytes())
         try:
-            result = function(*args)
-        except Exception:
-            error = traceback.format_exc()
-        results[name] = Seen(result, device.reports("hazard"), device.reports("wait"), error)
-    return results
+            answer: Any = run_on_warm_ranks(call, num_ranks, function, args, timeout_seconds=timeout_seconds)
+        except RankFailed as failed:
+            answer = failed
+        (folder / "answer").write_bytes(pickle.dumps(answer))
+        print("done", file=answers, flush=True)
+    stop_warm_ranks()
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    calls, num_ranks, timeout_seconds = pickle.loads((folder / "calls").read_bytes())
-    results = run_on_ranks(call_each, num_ranks, calls, timeout_seconds=timeout_seconds)
-    (folder / "results").write_bytes(pickle.dumps(results))
+    serve(int(sys.argv[1]))

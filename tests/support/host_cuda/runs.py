@@ -5,6 +5,8 @@ import pickle
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 from tests.support.host_cuda.__main__ import environment
 from tests.support.host_cuda.building import CannotBuild
 from tests.support.limits import LIMIT_SECONDS
+from tests.support.ranks import FAREWELL_SECONDS
 
 ROOT = Path(__file__).parents[3]
 
@@ -29,30 +32,45 @@ class Seen:
     error: str = ""
 
 
-def run_each_on_devices(
-    calls: dict[str, tuple[Any, ...]],
-    num_ranks: int,
-    timeout_seconds: float = LIMIT_SECONDS,
-) -> list[dict[str, Seen]]:
-    """Return what each call returns on each rank, as `run_each_on_ranks`; skips the test where nothing can be built."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "calls").write_bytes(pickle.dumps((calls, num_ranks, timeout_seconds)))
-        run_on_device("-m", "tests.support.host_cuda.ranks", folder, devices=num_ranks)
-        results: list[dict[str, Seen]] = pickle.loads((Path(folder) / "results").read_bytes())
-        return results
+class DeviceRanks:
+    """Ranks that have a device each, and stay for the next call."""
+
+    def __init__(self, process: Any) -> None:
+        self._process = process
+
+    def call(self, function: Callable[..., Any], *args: Any, timeout_seconds: float = LIMIT_SECONDS) -> list[Seen]:
+        """Return what the function returned or raised on each rank. Raises RankFailed: a rank died, or was late."""
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "call").write_bytes(pickle.dumps((function, args, timeout_seconds)))
+            print(folder, file=self._process.stdin, flush=True)
+            assert self._process.stdout.readline() == "done\n", "the process of the device's ranks has ended"
+            answer = pickle.loads((Path(folder) / "answer").read_bytes())
+        if isinstance(answer, Exception):
+            raise answer
+        return list(answer)
 
 
-def run_on_device(
-    *command: str, devices: int = 1, device_bytes: int = 8 << 30, variables: dict[str, str] | None = None
-) -> str:
-    """Return what Python prints with the device; fails with its output where it does not exit with 0."""
+@contextmanager
+def device_ranks(num_ranks: int, device_bytes: int = 8 << 30) -> Iterator[DeviceRanks]:
+    """Give ranks that have a device each of so much memory; skips the test where the device cannot be built."""
+    command = [sys.executable, "-m", "tests.support.host_cuda.ranks", str(num_ranks)]
+    environ = variables_or_skip(num_ranks, device_bytes)
+    process = subprocess.Popen(command, cwd=ROOT, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
-        environ = environment(devices, device_bytes) | (variables or {})
+        yield DeviceRanks(process)
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            process.wait(FAREWELL_SECONDS)
+        finally:
+            process.kill()
+
+
+def variables_or_skip(devices: int, device_bytes: int = 8 << 30) -> dict[str, str]:
+    """Return the variables of processes that have the device; skips the test where it cannot be built."""
+    try:
+        environ = environment(devices, device_bytes)
     except CannotBuild as error:
         pytest.skip(str(error))
-    environ["PYTHONPATH"] = os.pathsep.join([environ["PYTHONPATH"], str(ROOT)])
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=LIMIT_SECONDS
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-    return done.stdout
+    return environ | {"PYTHONPATH": os.pathsep.join([environ["PYTHONPATH"], str(ROOT)])}

@@ -123,6 +123,14 @@ def _memory_stats(device: int) -> dict[str, Any]:
     return stats | {"num_alloc_retries": 0, "num_ooms": 0, "max_split_size": -1}
 
 
+def _host_memory_stats() -> dict[str, Any]:
+    """Return what is pinned, and was at most."""
+    numbers = (ctypes.c_int64 * 2)()
+    _library.host_cuda_pinned(numbers)
+    current, peak = numbers
+    return {name: {"current": current, "peak": peak} for name in ("allocated_bytes", "active_bytes")}
+
+
 def _stream_data(device: int, stream: int) -> tuple[int, int, int]:
     return stream, device, 1
 
@@ -204,6 +212,7 @@ def _before_cuda() -> None:
         "_cuda_setStream": lambda stream_id, device_index, device_type: _set_stream(device_index, stream_id),
         "_cuda_isCurrentStreamCapturing": lambda: False,
         "_cuda_memoryStats": _memory_stats,
+        "_cuda_hostMemoryStats": _host_memory_stats,
         "_cuda_emptyCache": lambda: _library.host_cuda_empty_cache(),
         "_cuda_resetPeakMemoryStats": lambda device: _library.host_cuda_reset_peak(device),
         "_cuda_resetAccumulatedMemoryStats": lambda device: None,

@@ -167,18 +167,24 @@ def _look_up(
     weights: list[Tensor], bags: list[Tensor], locations: Tensor, per_id: Tensor | None, numbers: list[int]
 ) -> Tensor:
     pooling, max_dim, dtype, *shape = numbers
-    rows, result = Rows(weights, locations), torch.zeros(shape)
+    rows, result = Rows(weights, locations), torch.zeros(shape, dtype=torch.float32)
     for feature in _features(bags, pooling, max_dim):
         looked_up = rows.read(rows.place(feature), feature.ids, rows.slots(feature), feature.dim)
         looked_up *= _factors(feature, pooling, per_id)[:, None]
-        pooled = torch.zeros(len(feature.lengths), feature.dim).index_add_(0, feature.bags, looked_up)
+        pooled = torch.zeros(len(feature.lengths), feature.dim, dtype=torch.float32).index_add_(
+            0, feature.bags, looked_up
+        )
         result.view(-1)[feature.columns()] = pooled
     return result.to(DTYPES[dtype])
 
 
 def _factors(feature: Feature, pooling: int, per_id: Tensor | None) -> Tensor:
     """Return what each id's row counts in its bag."""
-    factors = torch.ones(len(feature.ids)) if per_id is None else per_id[feature.first :][: len(feature.ids)].float()
+    factors = (
+        torch.ones(len(feature.ids), dtype=torch.float32)
+        if per_id is None
+        else per_id[feature.first :][: len(feature.ids)].float()
+    )
     return factors / feature.lengths[feature.bags] if pooling == MEAN else factors
 
 
@@ -209,7 +215,7 @@ def _update(
         all_ids, all_slots, all_grads = (torch.cat([part[i] for part in of_table]) for i in (1, 2, 3))
         ids, inverse = all_ids.unique(return_inverse=True)
         dim = all_grads.shape[1]
-        grads = torch.zeros(len(ids), dim).index_add_(0, inverse, all_grads)
+        grads = torch.zeros(len(ids), dim, dtype=torch.float32).index_add_(0, inverse, all_grads)
         slots = torch.empty_like(ids).scatter_(0, inverse, all_slots)
         tables = [
             _table(state, (int(state[2][number]), int(state[3][number])), 1 if by_row else dim)
@@ -227,7 +233,7 @@ def _per_id_gradient(
     weights: list[Tensor], bags: list[Tensor], locations: Tensor, gradient: Tensor, numbers: list[int]
 ) -> Tensor:
     pooling, max_dim = numbers
-    rows, result = Rows(weights, locations), torch.zeros(len(bags[0]))
+    rows, result = Rows(weights, locations), torch.zeros(len(bags[0]), dtype=torch.float32)
     for feature in _features(bags, pooling, max_dim):
         looked_up = rows.read(rows.place(feature), feature.ids, rows.slots(feature), feature.dim)
         grads = gradient.reshape(-1)[feature.columns()].float()[feature.bags]
