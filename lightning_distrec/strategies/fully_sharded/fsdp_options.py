@@ -90,6 +90,12 @@ def choose_dtypes(options: FSDPOptions, precision: str) -> Dtypes:
         raise UnsupportedError(
             f"Trainer(precision={precision!r}): fsdp_tuned supports {', '.join(map(repr, COMPUTE_DTYPES))}."
         )
+    if options.offload and precision == "16-mixed":
+        # It copies the scale and its findings to the host, and reads them there before they have arrived.
+        raise UnsupportedError(
+            "offload with Trainer(precision='16-mixed'): torch's GradScaler reads the scale of gradients on the host "
+            "before it is there. Use 'bf16-mixed' or '32-true'."
+        )
     precision_dtype, is_mixed = COMPUTE_DTYPES[precision], precision.endswith("-mixed")
     param = precision_dtype
     if options.param_dtype is not None:

@@ -245,7 +245,7 @@ def _shard_one(
     shard(module, reshard_after_forward=reshards, ignored_params=replicated or None)
     module.register_forward_hook(_reshard_without_backward)
     module.register_load_state_dict_pre_hook(_load_shards)
-    allow_deepcopy(module, partial(shard, reshard_after_forward=True), device)
+    allow_deepcopy(module, partial(shard, reshard_after_forward=True))
 
 
 def _broadcast_unsharded(module: nn.Module) -> None:

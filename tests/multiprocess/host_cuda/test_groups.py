@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_distrec._compat.torch_distributed import split_ranks
-from tests.support.host_cuda.runs import run_each_on_devices
+from tests.support.host_cuda.runs import device_ranks
 from tests.support.ranks import rank_and_num_ranks
 
 SETS = ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
@@ -32,9 +32,10 @@ def _make_groups() -> tuple[int, list[float]]:
 
 @pytest.mark.slow
 def test_a_set_of_groups_takes_one_split_of_nccls_communicator() -> None:
-    results = run_each_on_devices({"groups": (_make_groups,)}, 4)
-    assert [seen["groups"].error for seen in results] == [""] * 4
+    with device_ranks(4) as ranks:
+        results = ranks.call(_make_groups)
+    assert [seen.error for seen in results] == [""] * 4
     expected = [
         [float(sum(next(group for group in members if rank in group))) for members in SETS] for rank in range(4)
     ]
-    assert [seen["groups"].result for seen in results] == [(2, sums) for sums in expected]
+    assert [seen.result for seen in results] == [(2, sums) for sums in expected]

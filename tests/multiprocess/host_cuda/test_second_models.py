@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.support.host_cuda.runs import run_on_device
-from tests.support.ranks import run_on_ranks
+from tests.support.host_cuda.runs import device_ranks
 from tests.support.trainers import make_trainer
 
 TABLE_BYTES = 4 << 20
@@ -33,8 +32,8 @@ class Bag(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit_after_another() -> int:
-    """Return how much of the device torch had kept when the fit began."""
+def fit_after_another() -> None:
+    """Fit when torch has kept most of the device."""
     earlier = torch.empty(DEVICE_BYTES - TABLE_BYTES // 2, dtype=torch.uint8, device="cuda")
     kept = earlier.numel()
     del earlier
@@ -42,12 +41,9 @@ def fit_after_another() -> int:
     assert free == total - kept < TABLE_BYTES, "the driver counts it as taken"
     trainer = make_trainer({"convert_embeddings": "all"}, accelerator="gpu", max_steps=1, max_epochs=None)
     trainer.fit(Bag(), DataLoader(torch.arange(32).view(8, 4), batch_size=2))
-    return kept
 
 
 def test_what_torch_has_kept_of_an_earlier_model_is_free() -> None:
-    run_on_device("-m", __name__, device_bytes=DEVICE_BYTES)
-
-
-if __name__ == "__main__":
-    run_on_ranks(fit_after_another, 1)
+    with device_ranks(1, DEVICE_BYTES) as ranks:
+        (seen,) = ranks.call(fit_after_another)
+    assert not seen.error, seen.error

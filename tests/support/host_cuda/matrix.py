@@ -141,12 +141,6 @@ CASES: dict[str, Case] = {
     "fsdp_tuned, offloaded, clipped and accumulated": _offloaded(
         trainer={"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
     ),
-    "fsdp_tuned, offloaded, 16-mixed": _offloaded(
-        trainer={"precision": "16-mixed", "gradient_clip_val": 0.1},
-        on_cpu={"trainer": {"precision": "32", "gradient_clip_val": 0.1}},
-        tolerance=1e-2,
-    ),
-    "fsdp_tuned, offloaded, bf16-true": _offloaded(trainer={"precision": "bf16-true"}),
     "pipeline_parallel": Case(Sequence, options={"microbatches": 2}, strategy="pipeline"),
     "pipeline_parallel, 1f1b": Case(Sequence, options={"schedule": "1f1b"}, strategy="pipeline"),
 }

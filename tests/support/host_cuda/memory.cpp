@@ -72,7 +72,8 @@ struct LateCopy {
   at::Tensor pinned, values;
 };
 
-static std::mutex lock;
+// Recursive: what has been copied late may be freed while it is held.
+static std::recursive_mutex lock;
 static std::map<StreamKey, Clock> clocks;
 static Clock host_clock;
 static std::unordered_map<void*, Block> blocks;
@@ -99,17 +100,17 @@ static void see(const Clock& clock) {
   finish_copies();
 }
 void host_has_seen(const Clock& clock) {
-  std::lock_guard<std::mutex> held(lock);
+  std::lock_guard<std::recursive_mutex> held(lock);
   see(clock);
 }
 void wait_on_stream(const StreamKey& stream, const Clock& clock) {
-  std::lock_guard<std::mutex> held(lock);
+  std::lock_guard<std::recursive_mutex> held(lock);
   merge(clocks[stream], clock);
 }
 
 void run(const std::string& name, DeviceIndex device, const std::vector<void*>& reads, const std::vector<void*>& writes) {
   Reports reports;
-  std::lock_guard<std::mutex> held(lock);
+  std::lock_guard<std::recursive_mutex> held(lock);
   StreamKey stream = key_of(current_stream(device));
   Clock& clock = clocks[stream];
   merge(clock, host_clock);
@@ -143,7 +144,7 @@ void run(const std::string& name, DeviceIndex device, const std::vector<void*>& 
 
 void wait_for(const std::string& name, const std::string& whom, const Clock* clock) {
   Reports reports;
-  std::lock_guard<std::mutex> held(lock);
+  std::lock_guard<std::recursive_mutex> held(lock);
   if (clock) {
     see(*clock);
   } else {
@@ -153,7 +154,7 @@ void wait_for(const std::string& name, const std::string& whom, const Clock* clo
   reports.add("wait", name + " waits for " + whom);
 }
 Clock clock_of(const StreamKey& stream) {
-  std::lock_guard<std::mutex> held(lock);
+  std::lock_guard<std::recursive_mutex> held(lock);
   return clocks[stream];
 }
 void host_waits(const std::string& name, DeviceIndex device) {
@@ -162,13 +163,13 @@ void host_waits(const std::string& name, DeviceIndex device) {
   wait_for(name, name_of(stream), &clock);
 }
 void copy_to_pinned_later(const at::Tensor& pinned, const at::Tensor& values, DeviceIndex device) {
-  std::lock_guard<std::mutex> held(lock);
+  std::lock_guard<std::recursive_mutex> held(lock);
   StreamKey stream = key_of(current_stream(device));
   std::memset(pinned.data_ptr(), 0xFF, pinned.nbytes());
   late_copies.push_back({stream, clocks[stream][stream], pinned, values});
 }
 void record_stream(void* data, Stream stream) {
-  std::lock_guard<std::mutex> held(lock);
+  std::lock_guard<std::recursive_mutex> held(lock);
   if (auto found = blocks.find(data); found != blocks.end()) found->second.recorded.push_back(key_of(stream));
 }
 
@@ -181,14 +182,14 @@ struct DeviceAllocator final : c10::Allocator {
     Device device(DeviceType::CUDA, current);
     if (bytes == 0) return {nullptr, nullptr, &release, device};
     {
-      std::lock_guard<std::mutex> held(lock);
+      std::lock_guard<std::recursive_mutex> held(lock);
       Counts& count = counts[current];
       if (count.allocated + int64_t(rounded(bytes)) > count.limit)
         TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory. Tried to allocate ", bytes, " bytes. GPU ", int(current),
             " has a total capacity of ", count.limit, " bytes of which ", count.limit - count.allocated, " bytes is free.");
     }
     void* data = c10::alloc_cpu(bytes);
-    std::lock_guard<std::mutex> held(lock);
+    std::lock_guard<std::recursive_mutex> held(lock);
     Block block;
     block.bytes = bytes;
     block.device = current;
@@ -205,7 +206,7 @@ struct DeviceAllocator final : c10::Allocator {
   static void release(void* data) {
     if (!data) return;
     {
-      std::lock_guard<std::mutex> held(lock);
+      std::lock_guard<std::recursive_mutex> held(lock);
       Block block = blocks[data];
       blocks.erase(data);
       counts[block.device].allocated -= rounded(block.bytes);
@@ -226,7 +227,7 @@ struct DeviceAllocator final : c10::Allocator {
 struct PinnedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     void* data = bytes ? c10::alloc_cpu(bytes) : nullptr;
-    std::lock_guard<std::mutex> held(lock);
+    std::lock_guard<std::recursive_mutex> held(lock);
     if (data) pinned_blocks[data] = bytes;
     pinned_bytes += bytes;
     peak_pinned_bytes = std::max(peak_pinned_bytes, pinned_bytes);
@@ -235,7 +236,7 @@ struct PinnedAllocator final : c10::Allocator {
   static void release(void* data) {
     if (!data) return;
     {
-      std::lock_guard<std::mutex> held(lock);
+      std::lock_guard<std::recursive_mutex> held(lock);
       pinned_bytes -= pinned_blocks[data];
       pinned_blocks.erase(data);
     }
@@ -250,7 +251,7 @@ static PinnedAllocator the_pinned_allocator;
 c10::Allocator* device_allocator() { return &the_device_allocator; }
 c10::Allocator* pinned_allocator() { return &the_pinned_allocator; }
 bool is_pinned(const void* data) {
-  std::lock_guard<std::mutex> held(lock);
+  std::lock_guard<std::recursive_mutex> held(lock);
   for (auto& [start, bytes] : pinned_blocks)
     if (data >= start && data < static_cast<const char*>(start) + bytes) return true;
   return false;
@@ -263,27 +264,27 @@ bool is_pinned(const void* data) {
 extern "C" {
 void host_cuda_report_to(host_cuda::Report to) { host_cuda::report = to; }
 void host_cuda_memory(int device, int64_t* out) {
-  std::lock_guard<std::mutex> held(host_cuda::lock);
+  std::lock_guard<std::recursive_mutex> held(host_cuda::lock);
   auto& count = host_cuda::counts[device];
   int64_t numbers[] = {count.allocated, count.reserved, count.peak_allocated, count.peak_reserved, count.limit, count.num_blocks};
   std::memcpy(out, numbers, sizeof(numbers));
 }
 void host_cuda_empty_cache() {
-  std::lock_guard<std::mutex> held(host_cuda::lock);
+  std::lock_guard<std::recursive_mutex> held(host_cuda::lock);
   for (auto& [device, count] : host_cuda::counts) count.reserved = count.allocated;
 }
 void host_cuda_reset_peak(int device) {
-  std::lock_guard<std::mutex> held(host_cuda::lock);
+  std::lock_guard<std::recursive_mutex> held(host_cuda::lock);
   auto& count = host_cuda::counts[device];
   count.peak_allocated = count.allocated;
   count.peak_reserved = count.reserved;
 }
 void host_cuda_limit(int device, int64_t bytes) {
-  std::lock_guard<std::mutex> held(host_cuda::lock);
+  std::lock_guard<std::recursive_mutex> held(host_cuda::lock);
   host_cuda::counts[device].limit = bytes;
 }
 void host_cuda_pinned(int64_t* out) {
-  std::lock_guard<std::mutex> held(host_cuda::lock);
+  std::lock_guard<std::recursive_mutex> held(host_cuda::lock);
   out[0] = host_cuda::pinned_bytes;
   out[1] = host_cuda::peak_pinned_bytes;
 }
