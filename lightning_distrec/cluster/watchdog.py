@@ -201,13 +201,12 @@ class Watchdog:
         frames = sys._current_frames()  # noqa: SLF001
         if (main := frames.pop(self._main, None)) is None:
             return False
-        judged = [main]
+        own = []
         # On GPUs it runs on threads that torch starts: hooks compute there, and what is compiled on first use.
         if main.f_code.co_name == "_engine_run_backward":
             stacks = [[*traceback.walk_stack(frame)] for frame in frames.values()]
             own = [stack[0][0] for stack in stacks if stack[-1][0].f_code.co_filename != threading.__file__]
-            judged = own or judged
-        return all(map(is_wait, judged))
+        return all(map(is_wait, own or [main]))
 
     def _place(self, progress: str) -> int:
         """Return a number that stays while the main thread stays in one call, and computes and copies nothing."""
@@ -228,13 +227,12 @@ def _wait_at_end() -> str:
 
 def find_call(frame: FrameType) -> str:
     """Return the line of a frame up to the end of the call that runs there; on Python 3.10 the whole line."""
-    number, end = frame.f_lineno, None
     # Since Python 3.11.
-    if (positions := getattr(inspect.getframeinfo(frame, context=0), "positions", None)) is not None:
-        number, end = positions.end_lineno, positions.end_col_offset
-    line = linecache.getline(frame.f_code.co_filename, number or 0).rstrip()
+    positions = getattr(inspect.getframeinfo(frame, context=0), "positions", None)
+    number, end = (positions.end_lineno, positions.end_col_offset) if positions else (frame.f_lineno, None)
     # In bytes.
-    return line.encode()[:end].decode(errors="ignore")
+    line = linecache.getline(frame.f_code.co_filename, number or 0).rstrip().encode()
+    return line[:end].decode(errors="ignore")
 
 
 def is_wait(frame: FrameType) -> bool:
@@ -256,12 +254,11 @@ def count_work(thread: int) -> tuple[int, int]:
     if not torch.cuda.is_initialized():
         return int(time.clock_gettime(time.pthread_getcpuclockid(thread))), 0
     # Waits for a GPU take a processor, too. What computes there takes memory there.
-    devices = range(torch.cuda.device_count())
-    number = sum(torch.cuda.memory_stats(device).get("allocation.all.allocated", 0) for device in devices)
-    # Source: man 5 proc, minflt to cmajflt.
+    stats = map(torch.cuda.memory_stats, range(torch.cuda.device_count()))
+    # Source: man 5 proc, from minflt to cmajflt.
     path = f"/proc/self/task/{threading.main_thread().native_id}/stat"
-    minor, _, major = Path(path).read_text().rpartition(")")[2].split()[7:10]
-    return number, (int(minor) + int(major)) // PAGES_PER_PLACE
+    pages = sum(map(int, Path(path).read_text().rpartition(")")[2].split()[7:11]))
+    return sum(counts["allocation.all.allocated"] for counts in stats), pages // PAGES_PER_PLACE
 
 
 def is_network_failure(failure: BaseException) -> bool:
