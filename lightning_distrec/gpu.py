@@ -24,6 +24,15 @@ def is_on_gpu(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
 
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes of a GPU that this process can take: those that are free, and those that torch keeps of others.
+
+    An earlier model of the process may have left them, in a search or a notebook.
+    """
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
+
+
 class HostCopy:
     """Few numbers of a tensor that the host needs later: they are sent now, without waiting for them."""
 
@@ -129,6 +138,6 @@ def refuse_shared_devices(store: Store, rank: int, num_ranks: int, device: str) 
         ranks = ", ".join(str(other) for other, name in enumerate(devices) if name == shared)
         raise ConfigError(
             f"ranks {ranks} are all on the GPU {shared}, which NCCL does not allow. "
-            "Leave Trainer(devices=...) out, or set it to the number of ranks on a node, so that each rank takes the "
-            "GPU of its local rank; or let the launcher show each rank one GPU (--gpus-per-task=1)."
+            "Leave Trainer(devices=...) out, or set it to the number of ranks on a node, and let the launcher show "
+            "each rank all GPUs of its node (Slurm: --gpus-per-node): it takes the GPU of its local rank."
         )

@@ -5,9 +5,11 @@ import importlib
 import inspect
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
@@ -16,6 +18,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
+
+
+def split_ranks(members: list[list[int]], timeout: timedelta) -> Any:
+    """Collective. Return the new process group that has this rank. members: of each group; together all ranks."""
+    if getattr(dist.group.WORLD, "bound_device_id", None) is None:
+        return dist.new_subgroups_by_enumeration(members, timeout=timeout)[0]
+    # As DeviceMesh: new_group has all ranks split NCCL's communicator for each of the groups, one after the other.
+    return dist.split_group(split_ranks=members, timeout=timeout)
 
 
 def _param_groups(module: Any) -> Iterator[Any]:

@@ -1,6 +1,7 @@
 """A rank's side of the watchdog: it reports when runs start, end and fail, and asks why a collective failed."""
 
 import contextlib
+import inspect
 import json
 import linecache
 import os
@@ -10,12 +11,14 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 
+import torch
 from torch.distributed import DistError
 
 from lightning_distrec.cluster.door import encode_fields
@@ -42,7 +45,15 @@ NETWORK_ERROR = re.compile(
 NOT_USER_CODE = ("<", "site-packages", "dist-packages", str(Path(os.__file__).parent), str(Path(__file__).parents[1]))
 # Files in which a thread waits for other ranks, or starts what does: `backward`. Not those of checkpoints, where it
 # waits for a disk.
-EXCHANGES = re.compile(r"/(torch/(distributed/(?!checkpoint)|autograd/)|torchrec/distributed/)")
+EXCHANGES = re.compile(
+    r"/(torch/(distributed/(?!checkpoint)|nn/parallel/dist|autograd/(?!prof))|torchrec/distributed/)"
+)
+# Waits known by their names: those for a GPU take a whole processor, as work does.
+ARGUMENTS = r"\(([^()]|\([^()]*\))*\)$"
+WAIT = re.compile(r"\.wait" + ARGUMENTS)
+WAIT_FOR_GPU = re.compile(r"\.(item|cpu|tolist|to|nonzero|\w*synchronize)" + ARGUMENTS)
+PAGES_PER_PLACE = 1000
+"""A thread that has taken this many pages of memory is at another place: it copies. One that spins takes few."""
 
 
 class Watchdog:
@@ -152,7 +163,10 @@ class Watchdog:
                     if self._answer["verdict"]:
                         self._has_verdict.set()
                 # By this thread: the main one may be stuck in a collective, which is what the hub wants to know.
-                self.send(location=self._find_location(), progress=self._progress(), is_waiting=self._is_waiting())
+                is_waiting, progress = self._is_waiting(), self._progress()
+                # Where a run ends, ranks ask the store again and again.
+                place = self._place(progress) if is_waiting and self._progress is not _wait_at_end else 0
+                self.send(location=self._find_location(), progress=progress, is_waiting=is_waiting, place=place)
             status = self._process.wait()
             # It ended as requested, or along with the interpreter: neither is a reason for another one.
             if self._state.get("is_closed") or sys.is_finalizing():
@@ -181,17 +195,23 @@ class Watchdog:
         print(f"[rank: {self._settings.rank}] {message}", flush=True)
 
     def _is_waiting(self) -> bool:
-        """Whether the main thread waits for other ranks, as far as Python sees."""
+        """Whether this rank waits for others, or for a GPU that may, as far as Python sees."""
         if self._progress is _wait_at_end:
             return True
-        frame = sys._current_frames().get(self._main)  # noqa: SLF001
-        if frame is None:
+        frames = sys._current_frames()  # noqa: SLF001
+        if (main := frames.pop(self._main, None)) is None:
             return False
-        file = frame.f_code.co_filename
-        # That of an exchange calls into C; others, of threads and processes, are functions of Python with other lines.
-        # A frame has no line while it is entered.
-        is_wait = ".wait(" in linecache.getline(file, frame.f_lineno or 0)
-        return is_wait or EXCHANGES.search(file) is not None
+        own = []
+        # On GPUs it runs on threads that torch starts: hooks compute there, and what is compiled on first use.
+        if main.f_code.co_name == "_engine_run_backward":
+            stacks = [[*traceback.walk_stack(frame)] for frame in frames.values()]
+            own = [stack[0][0] for stack in stacks if stack[-1][0].f_code.co_filename != threading.__file__]
+        return all(map(is_wait, own or [main]))
+
+    def _place(self, progress: str) -> int:
+        """Return a number that stays while the main thread stays in one call, and computes and copies nothing."""
+        stack = traceback.walk_stack(sys._current_frames().get(self._main))  # noqa: SLF001
+        return hash((progress, *count_work(self._main), *((id(frame.f_code), frame.f_lasti) for frame, _ in stack)))
 
     def _find_location(self) -> str:
         # After a failure the main thread is in handlers of the exception, far from the line that failed.
@@ -203,6 +223,42 @@ class Watchdog:
 
 def _wait_at_end() -> str:
     return "at the end of its run"
+
+
+def find_call(frame: FrameType) -> str:
+    """Return the line of a frame up to the end of the call that runs there; on Python 3.10 the whole line."""
+    # Since Python 3.11.
+    positions = getattr(inspect.getframeinfo(frame, context=0), "positions", None)
+    number, end = (positions.end_lineno, positions.end_col_offset) if positions else (frame.f_lineno, None)
+    # In bytes.
+    line = linecache.getline(frame.f_code.co_filename, number or 0).rstrip().encode()
+    return line[:end].decode(errors="ignore")
+
+
+def is_wait(frame: FrameType) -> bool:
+    """Whether a thread that is in a frame waits in a call of C that waits for ranks or GPUs, or may do so."""
+    # What calls an operation of torch by its name, such as a collective's wait_tensor.
+    while frame.f_back is not None and frame.f_code.co_filename.endswith("/torch/_ops.py"):
+        frame = frame.f_back
+    # A frame has no line while it is entered.
+    if frame.f_lineno is None:
+        return False
+    # Waits of exchanges call into C; others, of threads and processes, are functions of Python with other lines.
+    call, file = find_call(frame), frame.f_code.co_filename
+    waits_for_gpu = torch.cuda.is_initialized() and WAIT_FOR_GPU.search(call)
+    return bool(WAIT.search(call) or waits_for_gpu or EXCHANGES.search(file))
+
+
+def count_work(thread: int) -> tuple[int, int]:
+    """Return counts that grow while a process computes on GPUs, or a thread copies; without GPUs, while it computes."""
+    if not torch.cuda.is_initialized():
+        return int(time.clock_gettime(time.pthread_getcpuclockid(thread))), 0
+    # Waits for a GPU take a processor, too. What computes there takes memory there.
+    stats = map(torch.cuda.memory_stats, range(torch.cuda.device_count()))
+    # Source: man 5 proc, from minflt to cmajflt.
+    path = f"/proc/self/task/{threading.main_thread().native_id}/stat"
+    pages = sum(map(int, Path(path).read_text().rpartition(")")[2].split()[7:11]))
+    return sum(counts["allocation.all.allocated"] for counts in stats), pages // PAGES_PER_PLACE
 
 
 def is_network_failure(failure: BaseException) -> bool:

@@ -67,9 +67,10 @@ class RankState:
     killed_for: str = ""
     """The verdict for which the process has killed its rank."""
     is_stuck: bool = False
-    """It has waited in one exchange for `deadlock_seconds`, without computing anything."""
+    """It has waited in one exchange, at one place, for `deadlock_seconds`."""
     is_waiting: bool = field(default=False, compare=False)
-    """Whether it was in an exchange when a rank last asked."""
+    """Whether it was in an exchange when a rank last asked, and at which place: equal while nothing changes there."""
+    place: int = field(default=0, compare=False)
     location: str = field(default="", compare=False)
     """Where it was, and how far its run, when a rank last asked. These may wait for a tick, and are not compared."""
     progress: str = field(default="", compare=False)

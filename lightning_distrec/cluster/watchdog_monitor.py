@@ -51,8 +51,6 @@ GATHERING_SECONDS = 0.05
 """How long the hub waits for further changes before it sends."""
 ASK_SECONDS = 5.0
 """How often each process asks its rank whether it waits in an exchange."""
-IDLE_SHARE = 0.1
-"""A process that takes less than this share of a processor's time computes nothing."""
 # From a verdict on, with which the rank's own wait of ANSWER_SECONDS in watchdog.py ends.
 GRACE_SECONDS = 5.0
 WRITING_SECONDS = 120.0
@@ -200,7 +198,7 @@ class Monitor:
         self._from_hub = HubMessage()
         self._writer: asyncio.StreamWriter | None = None
         self._ticks = Counter[str]()
-        self._place, self._cpu_seconds, self._is_idle = ("", ""), 0.0, False
+        self._place, self._is_at_rest = 0, False
 
     async def run(self) -> None:
         """Watch until the rank ends."""
@@ -251,11 +249,11 @@ class Monitor:
         self._ticks["asked"] += 1
         seconds = self._ticks["asked"] * TICK_SECONDS
         if is_due := limit > 0 and seconds >= min(ASK_SECONDS, limit / 4):
-            place, cpu_seconds = (state.progress, state.location), _cpu_seconds(self._settings.pid)
-            is_at_rest = place == self._place and cpu_seconds - self._cpu_seconds < IDLE_SHARE * seconds
-            self._is_idle = state.is_waiting and is_at_rest
-            self._place, self._cpu_seconds, self._ticks["asked"] = place, cpu_seconds, 0
-        self._change(is_stuck=self._has_lasted("idle", self._is_idle and state.is_running, limit))
+            self._is_at_rest = state.is_waiting and state.place == self._place
+            self._place, self._ticks["asked"] = state.place, 0
+            # Until it answers again: a rank that holds the interpreter does not, and may compute.
+            self._state = replace(state, is_waiting=False)
+        self._change(is_stuck=self._has_lasted("at rest", self._is_at_rest and state.is_running, limit))
         return is_due and state.is_running
 
     def _has_lasted(self, condition: str, holds: bool, seconds: float) -> bool:
@@ -333,24 +331,11 @@ class Monitor:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process is stopped."""
-    # A small t is a rank that a debugger traces.
-    return _read_status(pid)[0] == "T"
-
-
-def _cpu_seconds(pid: int) -> float:
-    """Return how long a process has computed, in all its threads."""
-    user_ticks, system_ticks = _read_status(pid)[11:13]
-    return (int(user_ticks) + int(system_ticks)) / os.sysconf("SC_CLK_TCK")
-
-
-def _read_status(pid: int) -> list[str]:
-    """Return what the system says of a process: its state, and numbers. Source: man 5 proc, from the third on."""
+    """Return whether a process is stopped. Source: man 5 proc."""
     with contextlib.suppress(OSError):
-        # The program's name, in brackets, may hold blanks and brackets.
-        if words := Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split():
-            return words
-    return ["", *"0" * 50]
+        # The program's name, in brackets, may hold blanks and brackets. A small t is a rank that a debugger traces.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:1] == ["T"]
+    return False
 
 
 async def _watch() -> None:

@@ -92,6 +92,11 @@ class ShardedProxy(_RefusesQuantizing, HoldsMappings):
     def _call(self, *args: Any) -> Any:
         if is_exporting() or is_tracing():
             refuse_module("exported or traced", self.path)
+        return self._look_up(*args)
+
+    # Graphs of torch.compile end here: what is prefetched, and what other ranks send, cannot be in one.
+    @torch.compiler.disable
+    def _look_up(self, *args: Any) -> Any:
         looked_up = None if self.prefetched is None else self.prefetched.take(self.path, args)
         if looked_up is None:
             # Features are made inside of the lookup, where other ranks wait: it sends them what fails in making these.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from lightning_distrec._compat.gloo import one_socket_thread
+from lightning_distrec._compat.torch_distributed import split_ranks
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.option_values import plain_fields
 from lightning_distrec.ranks import Ranks
@@ -144,17 +145,10 @@ def _process_groups(size: int, ranks: Ranks, timeout: timedelta) -> tuple[Any, A
         sharding = [list(range(first, first + size)) for first in range(0, ranks.num_ranks, size)]
         replicas = [list(range(first, ranks.num_ranks, size)) for first in range(size)]
         # gloo runs groups side by side. NCCL's would wait for each other on the device in an order of its own.
-        ahead = _group_of(sharding, ranks.rank, timeout) if dist.get_backend() == "gloo" else None
-        _made[1][size] = (_group_of(sharding, ranks.rank, timeout), _group_of(replicas, ranks.rank, timeout), ahead)
+        with one_socket_thread():
+            ahead = split_ranks(sharding, timeout) if dist.get_backend() == "gloo" else None
+            _made[1][size] = (split_ranks(sharding, timeout), split_ranks(replicas, timeout), ahead)
     return _made[1][size]
-
-
-def _group_of(members: list[list[int]], rank: int, timeout: timedelta) -> Any:
-    """Collective. Make process groups of these ranks; return the one that has `rank`."""
-    # new_group is collective over the job: every rank makes all groups, in one order, also those that it is not in.
-    with one_socket_thread():
-        made = [dist.new_group(group_ranks, timeout) for group_ranks in members]
-    return next(group for group, group_ranks in zip(made, members, strict=True) if rank in group_ranks)
 
 
 @dataclass(frozen=True)

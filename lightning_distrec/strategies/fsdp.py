@@ -48,6 +48,7 @@ class TunedFSDPStrategy(DistRecStrategy[Run]):
         param_dtype: "fp32", "bf16" or "fp16": type in which parameters are gathered. None: the precision's. With
             precision="32-true", blocks compute in it: they cast their inputs to it, and their outputs back.
         reduce_dtype: type in which gradients are sent and summed. None: float32, or that of a true precision.
+        offload: keep parameters, gradients and optimizer state on the host, and update there (CPUOffloadPolicy).
         run_options: what all strategies take, as checkpoint and stopping: see DistRecStrategy.
     """
 
@@ -63,6 +64,7 @@ class TunedFSDPStrategy(DistRecStrategy[Run]):
         activation_checkpointing: ActivationCheckpointing = False,
         param_dtype: Dtype | None = None,
         reduce_dtype: Dtype | None = None,
+        offload: bool = False,
         **run_options: Unpack[RunOptions],
     ) -> None:
         check_arguments(TunedFSDPStrategy, locals())
@@ -74,6 +76,7 @@ class TunedFSDPStrategy(DistRecStrategy[Run]):
             activation_checkpointing=activation_checkpointing,
             param_dtype=param_dtype,
             reduce_dtype=reduce_dtype,
+            offload=offload,
         )
         self._mesh: DeviceMesh | None = None
         super().__init__(**run_options)

@@ -285,7 +285,10 @@ def dense_options(dense: str, fsdp: FSDPOptions | dict[str, Any] | None) -> FSDP
         raise ConfigError(f"dense={dense!r} is not known. Use 'ddp' or 'fsdp'.")
     if dense == "ddp" and fsdp is not None:
         raise ConfigError(f"fsdp={fsdp!r} is for dense='fsdp', and dense is 'ddp'. Set one of them.")
-    return as_options("fsdp", FSDPOptions, fsdp) if dense == "fsdp" else None
+    options = as_options("fsdp", FSDPOptions, fsdp) if dense == "fsdp" else None
+    if options and options.offload:
+        raise ConfigError("fsdp={'offload': True}: layers beside tables stay on the GPU; only fsdp_tuned offloads.")
+    return options
 
 
 @without_guards

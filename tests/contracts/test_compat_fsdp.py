@@ -1,7 +1,9 @@
 """What fully sharded modules, their copies and their checkpoints use of torch's private names."""
 
 import copy
+import inspect
 import io
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -260,3 +262,19 @@ def _hooked() -> list[bool]:
 
 def test_has_comm_hook_tells_that_a_hook_was_registered() -> None:
     assert run_on_ranks(_hooked, 1) == [[False, True]]
+
+
+def test_split_ranks_splits_a_bound_communicator_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    dist = torch.distributed
+    assert {"split_ranks", "timeout"} <= inspect.signature(inspect.unwrap(dist.split_group)).parameters.keys()
+    asked: list[Any] = []
+    monkeypatch.setattr(dist, "split_group", lambda **asks: asked.append(asks) or "split")
+    monkeypatch.setattr(dist, "new_subgroups_by_enumeration", lambda members, timeout: (members, []))
+    limit = timedelta(seconds=1)
+    assert _fully_shard.split_ranks([[0], [1]], limit) == [[0], [1]]
+    group = torch.distributed.ProcessGroup(0, 1)
+    assert group.bound_device_id is None
+    bound = SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=torch.device("cuda", 0)))
+    monkeypatch.setattr(dist, "group", bound)
+    assert _fully_shard.split_ranks([[0], [1]], limit) == "split"
+    assert asked == [{"split_ranks": [[0], [1]], "timeout": limit}]

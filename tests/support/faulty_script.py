@@ -4,10 +4,12 @@ RANK=1 ... python -m tests.support.faulty_script KIND [OPTIONS of the strategy a
 """
 
 import ctypes
+import hashlib
 import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -64,6 +66,12 @@ def _hang() -> None:
     dist.recv(torch.zeros(1), src=2 - dist.get_rank(), group=APART[0])
 
 
+def _spin() -> None:
+    """Take a processor, as waits for a GPU and NCCL's threads do."""
+    while True:
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 20)
+
+
 def hang_at_exit() -> None:
     """Leave as a script does at its end, and hang meanwhile."""
     with patch.object(process_runs, "forget_consensus", _hang):
@@ -103,6 +111,8 @@ class Faulty(Clicks):
 
     def on_train_start(self) -> None:
         APART.append(dist.new_group())
+        if self._then == "spin":
+            threading.Thread(target=_spin, daemon=True).start()
         if self._then == "hang in teardown" and self.global_rank != FAULTY:
             self.trainer.strategy.run.undo.callback(_hang)
 

@@ -145,6 +145,7 @@ class PooledEmbeddings:
         self._columns, self._values = columns, values
 
     @property
+    @torch.compiler.disable
     def values(self) -> Tensor:
         """All of them concatenated, in the unsharded order."""
         if self._values is None:
@@ -155,6 +156,7 @@ class PooledEmbeddings:
         return self._values
 
     @property
+    @torch.compiler.disable
     def columns(self) -> dict[str, Tensor]:
         """Output -> its columns."""
         if self._columns is None:

@@ -73,7 +73,6 @@ class ShardedLookup:
         if setup.mapped is None and setup.has_small_ids:
             self.short_path = short_path_of(setup.sharded, calls, setup.ranks.num_ranks, setup.device)
 
-    @torch.compiler.disable
     def __call__(self, make_features: Callable[[], Any]) -> LookedUp:
         """Collective. Look up the features that are made; returns what the unsharded collection would have returned.
 

@@ -19,6 +19,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_distrec import gpu
 from lightning_distrec._compat.torch import use_foreach_for
 from lightning_distrec.errors import ShardedWeightError
 from lightning_distrec.host_memory import free_host_bytes
@@ -296,7 +297,7 @@ def _full_like(shard: Any) -> Tensor:
         device, dtype = shard.device, shard.dtype
     # Checked before: on the host, Linux kills a process that takes too much, without an error.
     num_bytes = shape.numel() * dtype.itemsize
-    free = free_host_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    free = free_host_bytes() if device.type == "cpu" else gpu.free_bytes(device)
     if num_bytes > free:
         raise ShardedWeightError(
             f"table '{shard.place.table.name}': to draw its weight takes {format_bytes(num_bytes)} on every rank, and "

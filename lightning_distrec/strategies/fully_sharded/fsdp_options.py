@@ -6,10 +6,10 @@ from datetime import timedelta
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from lightning_distrec._compat.torch_distributed import split_ranks
 from lightning_distrec.errors import ConfigError, UnsupportedError
 from lightning_distrec.option_values import plain_fields
 from lightning_distrec.strategies.data_parallel.activations import ActivationCheckpointing
@@ -47,6 +47,9 @@ class FSDPOptions:
     """Type in which parameters are gathered. None: the precision's. With "32-true", blocks compute in it."""
     reduce_dtype: Dtype | None = None
     """Type in which gradients are sent and summed. None: float32, or that of parameters with a true precision."""
+
+    offload: bool = False
+    """Keep parameters, gradients and optimizer state on the host, and update there. For GPUs: slower, less memory."""
 
     def __post_init__(self) -> None:
         plain_fields(self)
@@ -87,6 +90,12 @@ def choose_dtypes(options: FSDPOptions, precision: str) -> Dtypes:
         raise UnsupportedError(
             f"Trainer(precision={precision!r}): fsdp_tuned supports {', '.join(map(repr, COMPUTE_DTYPES))}."
         )
+    if options.offload and precision == "16-mixed":
+        # It copies the scale and its findings to the host, and reads them there before they have arrived.
+        raise UnsupportedError(
+            "offload with Trainer(precision='16-mixed'): torch's GradScaler reads the scale of gradients on the host "
+            "before it is there. Use 'bf16-mixed' or '32-true'."
+        )
     precision_dtype, is_mixed = COMPUTE_DTYPES[precision], precision.endswith("-mixed")
     param = precision_dtype
     if options.param_dtype is not None:
@@ -126,7 +135,7 @@ def make_mesh(
         return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("data_parallel",))
     # By hand, because groups that init_device_mesh makes have torch's default timeout.
     ranks = torch.arange(num_ranks).view(replicas, -1)
-    groups = [dist.new_subgroups_by_enumeration(members.tolist(), timeout=timeout)[0] for members in (ranks.T, ranks)]
+    groups = [split_ranks(members.tolist(), timeout) for members in (ranks.T, ranks)]
     return DeviceMesh.from_group(groups, device.type, ranks.tolist(), mesh_dim_names=("replicate", "shard"))
 
 

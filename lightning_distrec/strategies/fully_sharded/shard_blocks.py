@@ -14,7 +14,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from rich.filesize import decimal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
@@ -224,12 +224,14 @@ def _shard(
     Raises ConfigError: what is on the meta device cannot be initialized.
     """
     reshards, dtypes = settings[0].reshard_after_forward, settings[1]
+    offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if settings[0].offload else OffloadPolicy()
+    shard = partial(fully_shard, mesh=mesh, offload_policy=offload)
     inside = {id(inner) for block in blocks for inner in block.modules() if inner is not block}
     for block in blocks:
         policy = dtypes.block_policy(is_nested=id(block) in inside)
         reshards_block = block is not blocks[-1] if reshards == "auto" else reshards
-        _shard_one(block, partial(fully_shard, mesh=mesh, mp_policy=policy), replicated, reshards_block, device)
-    _shard_one(module, partial(fully_shard, mesh=mesh, mp_policy=dtypes.root_policy()), replicated, False, device)
+        _shard_one(block, partial(shard, mp_policy=policy), replicated, reshards_block, device)
+    _shard_one(module, partial(shard, mp_policy=dtypes.root_policy()), replicated, False, device)
 
 
 def _shard_one(
@@ -243,7 +245,7 @@ def _shard_one(
     shard(module, reshard_after_forward=reshards, ignored_params=replicated or None)
     module.register_forward_hook(_reshard_without_backward)
     module.register_load_state_dict_pre_hook(_load_shards)
-    allow_deepcopy(module, partial(shard, reshard_after_forward=True), device)
+    allow_deepcopy(module, partial(shard, reshard_after_forward=True))
 
 
 def _broadcast_unsharded(module: nn.Module) -> None:

@@ -234,15 +234,15 @@ def _refuse_export(module: nn.Module, _: Any) -> None:
         refuse_module("exported or traced", class_before_fully_shard(module).__name__)
 
 
-def allow_deepcopy(module: nn.Module, shard_copy: ShardCopy, device: torch.device) -> None:
-    """Give a fully sharded module a `copy.deepcopy` of its own, which averages of weights need, onto `device`.
+def allow_deepcopy(module: nn.Module, shard_copy: ShardCopy) -> None:
+    """Give a fully sharded module a `copy.deepcopy` of its own, which averages of weights need.
 
     A copy is sharded as the original is, and can run; between its forwards, each rank has its shard of it.
     """
 
     # fully_shard's class has a __deepcopy__ that raises. An attribute of the instance takes its place, because
     # copy.deepcopy looks the method up on the object.
-    module.__deepcopy__ = lambda memo: _copied(module, memo, shard_copy, device)  # type: ignore[assignment]
+    module.__deepcopy__ = lambda memo: _copied(module, memo, shard_copy)  # type: ignore[assignment]
 
 
 def gather_in_steps(module: nn.Module, steps: list[str]) -> None:
@@ -255,7 +255,7 @@ def gather_in_steps(module: nn.Module, steps: list[str]) -> None:
         getattr(module, step).__func__.__wrapped__ = users_step
 
 
-def _copied(original: Any, memo: dict[int, Any], shard_copy: ShardCopy, device: torch.device) -> nn.Module:
+def _copied(original: Any, memo: dict[int, Any], shard_copy: ShardCopy) -> nn.Module:
     """Return a copy: of the class and attributes before fully_shard, sharded again, with the original's values."""
     original.reshard()
     # fully_shard has swapped the module's class for one that cannot be instantiated, so the copy begins as the user's
@@ -283,6 +283,7 @@ def _copied(original: Any, memo: dict[int, Any], shard_copy: ShardCopy, device: 
     gather_kept(copied)
     # What is copied next, and keeps one of these parameters, gets the copy's.
     memo.update({id(p): copied.get_parameter(name) for name, p in original.named_parameters()})
+    device = next((shard.device for shard in shards.values()), None)
     apply_to_tensors(copied, lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     for name, shard in shards.items():
         parameter: Any = copied.get_parameter(name)
@@ -291,7 +292,7 @@ def _copied(original: Any, memo: dict[int, Any], shard_copy: ShardCopy, device: 
     for name, gradient in gradients.items():
         copied.get_parameter(name).grad = gradient.clone()
     gather_in_steps(copied, steps)
-    allow_deepcopy(copied, shard_copy, device)
+    allow_deepcopy(copied, shard_copy)
     return copied
 
 

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from math import inf
 
@@ -13,8 +14,8 @@ from lightning_distrec.errors import ShardingError
 
 FAREWELL = "farewell"
 """In the store: the number of ranks that have reached their end."""
-DEPARTURES = "departures"
-"""In the store: the number of ranks that ask it no more."""
+DEPARTED = "departed/"
+"""In the store, with its rank: that one asks it no more."""
 NOTE_SECONDS = 10.0
 """After this long, a rank says what it waits for."""
 
@@ -38,17 +39,22 @@ def wait_for_all(place: str, limit_seconds: float, look: Callable[[float, int], 
     return num_arrived >= num_ranks
 
 
-def await_last_rank(limit_seconds: float) -> None:
-    """Wait for all ranks to reach their end; rank 0, whose process holds the store, until the others ask no more.
+def destroy_after_all(limit_seconds: float) -> None:
+    """Destroy the process group once all ranks are here; rank 0, whose process holds the store, leaves last.
 
-    Otherwise torch prints a stack trace for each rank that still asks, or waits for an answer.
+    Otherwise torch prints a stack trace for each rank that still asks, or waits for an answer: over NCCL a thread of
+    its own does, until the group is destroyed. All at once, for which NCCL may wait.
     """
-    if not wait_for_all(FAREWELL, limit_seconds, lambda *_: None):
-        return
-    if dist.get_rank() == 0:
-        wait_for_all(DEPARTURES, limit_seconds, lambda *_: None)
-    else:
-        default_store().add(DEPARTURES, 1)
+    store, rank = default_store(), dist.get_rank()
+    departed = [f"{DEPARTED}{other}" for other in range(1, dist.get_world_size())]
+    with suppress(RuntimeError):  # rank 0 is gone
+        wait_for_all(FAREWELL, limit_seconds, lambda *_: None)
+    dist.destroy_process_group()
+    with suppress(RuntimeError):
+        if rank:
+            store.set(departed[rank - 1], "")
+        elif departed:
+            store.wait(departed, timedelta(seconds=limit_seconds))
 
 
 class CallsOutside:

@@ -29,7 +29,7 @@ from lightning_distrec.cluster.rendezvous import MeetingPoint
 from lightning_distrec.cluster.watchdog import Watchdog
 from lightning_distrec.cluster.watchdog_messages import Settings
 from lightning_distrec.errors import ConfigError, RankError
-from lightning_distrec.strategies.run.calls_outside import CallsOutside, await_last_rank, wait_for_all
+from lightning_distrec.strategies.run.calls_outside import CallsOutside, destroy_after_all, wait_for_all
 
 
 @dataclass(frozen=True)
@@ -168,10 +168,10 @@ class ProcessRuns:
             forget_consensus()
             gc.collect()
             if dist.is_available() and dist.is_initialized():
-                if not has_failed and dist.get_backend() == "gloo" and dist.get_world_size() > 1:
-                    with suppress(RuntimeError):  # rank 0 is gone
-                        await_last_rank(FAREWELL_SECONDS)
-                dist.destroy_process_group()
+                if has_failed:
+                    dist.destroy_process_group()
+                else:
+                    destroy_after_all(FAREWELL_SECONDS)
 
     def _meet_at_end(self, watchdog: Watchdog, timeout_seconds: float) -> None:
         """Collective. Wait for the other ranks to end the run, up to the timeout. Raises RankError: one has failed.

@@ -38,7 +38,7 @@ def any_at_run_time(init: Init) -> Init:
 
 _COMMS = "quantized_comms, which takes a QCommsConfig, or {forward: fp16, backward: bf16}"
 _GRADIENTS = "comm_dtype='bf16' or powersgd={'matrix_rank': 4} of ddp_tuned"
-_DEVICE = "nothing: shards stay on the device; more ranks and activation_checkpointing free memory"
+_DEVICE = "offload=True of fsdp_tuned; more ranks and activation_checkpointing free memory as well"
 _GATHERED = "nothing: FSDP2 gathers the next block ahead by itself"
 _LAUNCHED = "nothing: the ranks are those that were launched; devices and num_nodes of the Trainer"
 _PLANNING = "planning (plan_file, bandwidths, reserve), tables and memory_bytes_per_rank"

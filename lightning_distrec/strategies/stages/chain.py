@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_distrec._compat.torch_distributed import split_ranks
 from lightning_distrec.cluster.consensus import Consensus, RankFlags
 from lightning_distrec.errors import ConfigError, OptimizerError, UnsupportedError, did_you_mean
 from lightning_distrec.option_values import plain_fields
@@ -152,8 +153,8 @@ def pipeline_ranks(options: StageOptions, rank: int, world: int, timeout: Any) -
         # In turn, as ScheduleInterleaved1F1B expects: rank 0 has stages 0, n, 2n and so on.
         stages=tuple(pipeline_rank + i * num_ranks for i in range(options.stages_per_rank)),
         num_stages=num_ranks * options.stages_per_rank,
-        pipeline=dist.new_subgroups_by_enumeration(pipelines, timeout=timeout)[0],
-        same_stage=dist.new_subgroups_by_enumeration(replicas, timeout=timeout)[0],
+        pipeline=split_ranks(pipelines, timeout),
+        same_stage=split_ranks(replicas, timeout),
         # A group on the host of its own: over NCCL a count would have to be read back from the GPU.
         same_stage_host=dist.new_group(replicas[pipeline_rank], timeout, "gloo", use_local_synchronization=True),
         messages=Consensus(seconds, RankFlags(), pipelines[replica]),

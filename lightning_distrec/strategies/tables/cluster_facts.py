@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torchrec.distributed.planner import Topology
 
+from lightning_distrec import gpu
 from lightning_distrec.errors import InfeasiblePlanError
 from lightning_distrec.host_memory import free_host_bytes, free_process_bytes, host_memory_bytes
 from lightning_distrec.sharding.planning.bandwidths import (
@@ -159,7 +160,7 @@ def check_start_memory(inputs: SetUpInputs, tables: list[Table], plan: ShardingP
     if ranks.rank:  # these free their full tables before any shard is made
         device_share -= sum(t.parameter.nbytes for t in tables if t.parameter.is_cuda)
         host_share -= sum(t.parameter.nbytes for t in tables if t.parameter.device.type == "cpu")
-    free_device = torch.cuda.mem_get_info(inputs.device)[0] if on_gpu else UNLIMITED
+    free_device = gpu.free_bytes(inputs.device) if on_gpu else UNLIMITED
     needs = ranks.all_gather((host_share, device_share, free_host_bytes(), free_process_bytes(), free_device))
     lacks = [(f"rank {r}'s process", host, process) for r, (host, _, _, process, _) in enumerate(needs)]
     lacks += [(f"rank {r}'s GPU", device, free) for r, (_, device, _, _, free) in enumerate(needs)]

@@ -49,6 +49,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "single numbers": (_both, "Numbers", SMALL, {"gradient_clip_val": 0.1}),
     "blocks, and validation in between": (_both, "Layers", SMALL, {"val_check_interval": 2}),
     "freed by backward only": (_both, "Layers", SMALL | {"reshard_after_forward": False}, FEWER_STEPS),
+    "offloaded, on a CPU to where they are": (_both, "BareAndTied", SMALL | {"offload": True}, {}),
     "computed once more": (_both, "Layers", SMALL | {"activation_checkpointing": True}, {}),
 }
 

@@ -1,5 +1,6 @@
 """Loaders, anomaly detection and compiled modules keep their meaning over sharded tables."""
 
+import re
 from collections.abc import Iterator
 from itertools import cycle
 from typing import Any
@@ -7,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from torch import Tensor
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader
+from torchrec import KeyedJaggedTensor
 
-from tests.support.click_model import ClickModel, rank_loader, seeded
+from tests.support.click_model import FEATURES, ClickModel, rank_loader, seeded
 from tests.support.plain_loop import (
     EVERY_CUT,
     OPTIMIZERS,
@@ -116,6 +119,42 @@ def _compiled_dense() -> dict[str, State]:
     }
 
 
+class BagsAndDense(nn.Module):
+    """A collection and what reads it, which are compiled as one."""
+
+    def __init__(self, ebc: nn.Module, mlp: nn.Module) -> None:
+        super().__init__()
+        self.ebc, self.mlp = ebc, mlp
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        return self.mlp(self.ebc(features).values()).squeeze(-1)  # type: ignore[no-any-return]
+
+
+class CompiledSubmodule(ClickModel):
+    """Compiles its collection along with its dense layers."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.net = BagsAndDense(self.ebc, self.mlp)
+        self.net.compile(backend="aot_eager")
+
+    def forward(self, batch: Batch) -> Tensor:
+        features = KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"])
+        return self.net(features)  # type: ignore[no-any-return]
+
+
+def _compiled_submodule() -> tuple[dict[str, State], int, list[str], int]:
+    """Return weights, how many frames were compiled, why graphs ended, and how many lookups were prefetched."""
+    counters.clear()
+    torch.compiler.reset()
+    rank, _ = rank_and_num_ranks()
+    model, trainer = seeded(CompiledSubmodule, *OPTIMIZERS["SGD"]), make_trainer()
+    trainer.fit(model, rank_loader(STEPS, rank))
+    states = {"SGD": {key: value for key, value in model.final_state.items() if not key.startswith("net.")}}
+    prefetched = trainer.strategy.lookups_ahead["training 0"].ahead
+    return states, counters["frames"]["total"], list(counters["graph_break"]), prefetched
+
+
 class WithoutLogging(ClickModel):
     """Logs nothing: Lightning's own `log` cannot be compiled by every torch."""
 
@@ -193,7 +232,8 @@ def test_anomaly_detection_finds_a_gradient_that_is_not_a_number(rank_results: l
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, Any]:
     """What rank 0 trained, by what was compiled."""
-    return run_each_on_ranks({"dense": (_compiled_dense,), "module": (_compiled_module,)}, 2)[0]
+    calls = {"dense": (_compiled_dense,), "module": (_compiled_module,), "submodule": (_compiled_submodule,)}
+    return run_each_on_ranks(calls, 2)[0]
 
 
 @pytest.mark.slow
@@ -204,3 +244,13 @@ def test_compiled_dense_layers_are_exact(compiled: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_a_compiled_lightning_module_is_exact(compiled: dict[str, Any]) -> None:
     assert_equal(compiled["module"], train_plain_click_model)
+
+
+@pytest.mark.slow
+def test_a_compiled_submodule_is_exact_and_its_graph_ends_at_lookups_only(compiled: dict[str, Any]) -> None:
+    states, frames, breaks, prefetched = compiled["submodule"]
+    assert_equal(states, train_plain_click_model)
+    # Dynamo followed the lookup into the prefetcher once, with 119 frames and breaks of 10 kinds.
+    assert 0 < frames <= 10
+    assert all(re.search("_look_up|LazyOutput.get", reason) for reason in breaks), breaks
+    assert prefetched > 0

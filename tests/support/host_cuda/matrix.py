@@ -77,6 +77,11 @@ def _on_host(kernel: str, **changes: Any) -> Case:
     return Case(options=options | {"tables": tables}, on_cpu={"options": options}, **changes)
 
 
+def _offloaded(**changes: Any) -> Case:
+    """Return a case whose parameters, gradients and optimizer state are on the host."""
+    return Case(BareAndTied, options={"min_num_parameters": 20, "offload": True}, strategy="fsdp", **changes)
+
+
 ADAM, SGD = torch.optim.Adam, torch.optim.SGD
 DYNAMIC = {"ids": "dynamic", "rows": 24, "buckets": 6}
 SERIES = {"every": 2, "full_every": 100, "keep": 10}
@@ -131,6 +136,10 @@ CASES: dict[str, Case] = {
     "fsdp_tuned": Case(BareAndTied, options={"min_num_parameters": 20}, strategy="fsdp", resumes=True),
     "fsdp_tuned, bf16": Case(
         BareAndTied, options={"min_num_parameters": 20}, trainer={"precision": "bf16-mixed"}, strategy="fsdp"
+    ),
+    "fsdp_tuned, offloaded": _offloaded(resumes=True),
+    "fsdp_tuned, offloaded, clipped and accumulated": _offloaded(
+        trainer={"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
     ),
     "pipeline_parallel": Case(Sequence, options={"microbatches": 2}, strategy="pipeline"),
     "pipeline_parallel, 1f1b": Case(Sequence, options={"schedule": "1f1b"}, strategy="pipeline"),

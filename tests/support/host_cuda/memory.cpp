@@ -72,6 +72,7 @@ struct LateCopy {
   at::Tensor pinned, values;
 };
 
+// Recursive: what has been copied late may be freed while it is held.
 static std::mutex lock;
 static std::map<StreamKey, Clock> clocks;
 static Clock host_clock;

@@ -1,20 +1,27 @@
 """What rank 0's process makes of what it hears of the ranks, and what a rank says of its own failures."""
 
+import _thread
 import asyncio
 import contextlib
+import functools
 import json
+import mmap
 import os
 import socket
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import cast
+from unittest.mock import patch
 
 import pytest
-from torch.distributed import DistNetworkError
+import torch
+from torch.distributed import DistNetworkError, DistStoreError, HashStore
 
 from lightning_distrec.cluster.door import encode_fields, open_door, read_fields, sign
 from lightning_distrec.cluster.watchdog import Watchdog, find_location, is_network_failure
@@ -282,3 +289,140 @@ def test_a_main_thread_that_just_enters_a_function_is_not_taken_for_one_that_wai
     assert not Watchdog._is_waiting(watchdog)
     lock.release()
     thread.join()
+
+
+async def _seconds_until_stuck(answer: Callable[[int], dict[str, object]]) -> float | None:
+    """Return how long a rank waits until its process takes it for stuck; None: not within five times the limit.
+
+    answer: returns what the rank answers when its process asks.
+    """
+    limit = 4 * TICK_SECONDS
+    monitor = Monitor(replace(SETTINGS, deadlock_seconds=limit), asyncio.StreamReader())
+    monitor._change(started=1)
+    for tick in range(round(5 * limit / TICK_SECONDS)):
+        if monitor._watch_exchange():
+            monitor._change(**answer(tick))
+        if monitor._state.is_stuck:
+            return tick * TICK_SECONDS
+    return None
+
+
+def test_a_rank_is_stuck_where_it_waits_at_one_place_and_nowhere_else() -> None:
+    waits: dict[str, object] = {"is_waiting": True, "place": 7}
+
+    def seconds(answer: Callable[[int], dict[str, object]]) -> float | None:
+        return asyncio.run(_seconds_until_stuck(answer))
+
+    # Two answers show the place, and that it stays; from then on the limit counts.
+    assert seconds(lambda _: waits) == 6 * TICK_SECONDS
+    assert seconds(lambda tick: waits | {"place": tick}) is None
+    assert seconds(lambda _: {"is_waiting": False, "place": 7}) is None
+    assert seconds(lambda tick: waits if tick < 4 else {}) is None, "it holds the interpreter, and does not answer"
+
+
+def _look_at(run: Callable[[threading.Event], object]) -> tuple[set[bool], int]:
+    """Run something that ends with an event, and look at it. Return whether it waits, and at how many places it was.
+
+    This thread runs it, and another one looks.
+    """
+    watchdog = Watchdog.__new__(Watchdog)
+    watchdog._main, watchdog._progress = threading.get_ident(), str
+    waits: list[bool] = []
+    places: list[int] = []
+    event = threading.Event()
+
+    def look() -> None:
+        time.sleep(0.1)
+        for _ in range(8):
+            time.sleep(0.1)
+            waits.append(watchdog._is_waiting())
+            places.append(watchdog._place(""))
+        event.set()
+
+    (thread := threading.Thread(target=look, daemon=True)).start()
+    run(event)
+    thread.join()
+    return set(waits), len(set(places))
+
+
+def _blocked(event: threading.Event) -> "functools.partial[bool]":
+    """Return a call into C that lasts until an event."""
+    lock = threading.Lock()
+    lock.acquire()
+    threading.Thread(target=lambda: event.wait() and lock.release(), daemon=True).start()
+    return functools.partial(lock.acquire, timeout=60)
+
+
+def test_waits_are_told_from_work() -> None:
+    store = HashStore()
+
+    def wait(_: threading.Event) -> None:
+        with contextlib.suppress(DistStoreError):
+            store.wait(["never"], timedelta(seconds=3))
+
+    def wait_for_gpu(event: threading.Event) -> None:
+        SimpleNamespace(item=_blocked(event)).item()
+
+    def compute_before_a_wait(event: threading.Event) -> None:
+        with contextlib.suppress(AttributeError):
+            SimpleNamespace(item=_blocked(event)).item().wait()
+
+    def loop(event: threading.Event) -> None:
+        while not event.is_set():
+            sum(range(1000))
+
+    assert _look_at(wait) == ({True}, 1)
+    assert _look_at(wait_for_gpu) == ({False}, 1), "without a GPU it computes"
+    with patch.object(torch.cuda, "is_initialized", lambda: True):
+        assert _look_at(wait_for_gpu) == ({True}, 1), "a GPU is waited for like this"
+    if sys.version_info >= (3, 11):
+        assert _look_at(compute_before_a_wait) == ({False}, 1)
+    assert _look_at(loop)[0] == {False}
+
+
+def test_a_thread_that_computes_or_copies_is_at_other_places() -> None:
+    watchdog = Watchdog.__new__(Watchdog)
+    watchdog._main = threading.get_ident()
+
+    def places(work: Callable[[], object]) -> int:
+        return len({(work(), watchdog._place(""))[1] for _ in range(2)})
+
+    def compute() -> None:
+        began = time.thread_time()
+        while time.thread_time() < began + 1:
+            pass
+
+    def copy() -> None:
+        mmap.mmap(-1, 2000 * mmap.PAGESIZE).write(bytes(2000 * mmap.PAGESIZE))
+
+    assert places(compute) == 2
+    assert places(int) == 1
+    with patch.object(torch.cuda, "is_initialized", lambda: True):
+        assert places(compute) == 1, "a wait for a GPU takes a processor"
+        assert places(copy) == 2
+
+
+# As torch/autograd/graph.py, where the main thread is while backward runs on a thread of the GPU's.
+ENGINE = "def _engine_run_backward(call):\n    call()"
+
+
+def test_what_runs_in_backward_on_a_gpu_is_work() -> None:
+    engine: dict[str, Callable[[object], None]] = {}
+    exec(compile(ENGINE, "/torch/autograd/graph.py", "exec"), engine)  # noqa: S102
+    released = threading.Lock()
+
+    def run(event: threading.Event, hook: Callable[[], object] | None) -> None:
+        released.acquire()
+        if hook is not None:
+            # As threads that torch starts: the first function that Python sees is the hook.
+            _thread.start_new_thread(hook, ())
+        engine["_engine_run_backward"](_blocked(event))
+        released.release()
+
+    def compute() -> None:
+        while released.locked():
+            time.sleep(0.01)
+
+    with patch.object(torch.cuda, "is_initialized", lambda: True):
+        assert _look_at(lambda event: run(event, None)) == ({True}, 1)
+        assert _look_at(lambda event: run(event, compute)) == ({False}, 1)

@@ -135,7 +135,7 @@ def test_ranks_that_share_a_gpu_are_refused_on_all_of_them() -> None:
     for rank, device in enumerate(("GPU-a", "GPU-b", "GPU-a")):
         store.set(f"device/{rank}", device)
     for rank, device in enumerate(("GPU-a", "GPU-b", "GPU-a")):
-        with pytest.raises(ConfigError, match="ranks 0, 2 are all on the GPU GPU-a.*Leave Trainer"):
+        with pytest.raises(ConfigError, match="ranks 0, 2 are all on the GPU GPU-a.*Leave Trainer.*--gpus-per-node"):
             gpu.refuse_shared_devices(store, rank, 3, device)
     gpu.refuse_shared_devices(store, 2, 3, "GPU-c")
     assert gpu.device_id(CPU, "nccl") == gpu.device_id(torch.device("cuda", 0), "gloo") == ""

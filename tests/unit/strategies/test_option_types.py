@@ -9,7 +9,7 @@ import pytest
 from mypy import api
 
 import lightning_distrec
-from lightning_distrec import CheckpointOptions, PrefetchOptions, TunedDDPStrategy
+from lightning_distrec import CheckpointOptions, PrefetchOptions, TorchRecShardedStrategy, TunedDDPStrategy
 from lightning_distrec.checkpoint.checkpoint_options import IncrementalOptions
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.registration import STRATEGIES
@@ -55,6 +55,8 @@ def test_a_value_of_a_wrong_type_is_refused_by_name(kind: Any, name: str) -> Non
         (TunedDDPStrategy, {"timeout_seconds": True}, "timeout_seconds=True: must be a number"),
         (TunedDDPStrategy, {"checkpoint": {"pickles": "false"}}, "pickles='false': must be true or false, not a text"),
         (TunedDDPStrategy, {"ddp_comm_hook": print}, "ddp_comm_hook= is no option of ddp_tuned. Use comm_dtype='bf16'"),
+        (TorchRecShardedStrategy, {"dense": "fsdp", "fsdp": {"offload": True}}, "only fsdp_tuned offloads"),
+        (TunedDDPStrategy, {"cpu_offload": True}, "Use offload=True of fsdp_tuned"),
         (TunedDDPStrategy, {"watchdog_second": 3}, "watchdog_second= .* did you mean 'watchdog_seconds'"),
     ],
 )

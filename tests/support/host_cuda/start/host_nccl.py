@@ -68,7 +68,15 @@ def install() -> None:
         def _set_default_timeout(self, timeout: timedelta) -> None:
             super()._set_default_timeout(timeout)
 
+    def split_group(parent_pg: Any = None, split_ranks: Any = None, timeout: Any = None, **_: Any) -> Any:
+        """As torch's, which asks NCCL once for all groups."""
+        rank = c10d_module.get_rank()
+        (mine,) = (ranks for ranks in split_ranks if rank in ranks)
+        # Its constructor counts the split.
+        return c10d_module.new_group(mine, timeout, use_local_synchronization=True)
+
     c10d.ProcessGroupNCCL = ProcessGroupNCCL
+    c10d_module.split_group = split_group
     c10d_module.ProcessGroupNCCL = ProcessGroupNCCL
     c10d_module._NCCL_AVAILABLE = True
     c10d_module.default_pg_nccl_timeout = timedelta(minutes=10)

@@ -1,0 +1,114 @@
+"""`fsdp_tuned` with `offload`, on CUDA devices in host memory: the numbers of parameters that stay on the devices."""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from lightning_distrec import TunedFSDPStrategy
+from lightning_distrec.errors import UnsupportedError
+from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions, choose_dtypes
+from tests.support.dense_models import WIDTH, BareAndTied, loader
+from tests.support.host_cuda.runs import DeviceRanks, device_ranks
+from tests.support.ranks import rank_and_num_ranks
+from tests.support.trainers import DEFAULTS
+
+pytestmark = pytest.mark.slow
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "32": {},
+    "clipped": {"gradient_clip_val": 0.1},
+    "bf16-mixed, accumulated": {"precision": "bf16-mixed", "accumulate_grad_batches": 2},
+    "bf16-true": {"precision": "bf16-true"},
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[DeviceRanks]:
+    with device_ranks(2) as ranks:
+        yield ranks
+
+
+class Watched(BareAndTied):
+    """Sees where its parameters, their gradients and its optimizer's state are."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        values = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+        gradients = [parameter.grad for parameter in self.parameters()]
+        sharded = [value for value in [*self.parameters(), *gradients, *values] if isinstance(value, DTensor)]
+        self.places = {value.to_local().device.type for value in sharded}
+
+
+def _fit(
+    folder: Path, settings: dict[str, Any], kind: type[Watched] = Watched, **options: Any
+) -> tuple[pl.Trainer, Watched]:
+    pl.seed_everything(5)
+    model, (rank, num_ranks) = kind(), rank_and_num_ranks()
+    strategy = TunedFSDPStrategy(min_num_parameters=20, process_group_backend="nccl", **options)
+    changes = {"accelerator": "gpu", "devices": num_ranks, "default_root_dir": folder} | settings
+    trainer = pl.Trainer(strategy=strategy, **(DEFAULTS | changes))
+    trainer.fit(model, loader(rank, num_ranks))
+    return trainer, model
+
+
+def _fit_both(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return losses, weights and places of a fit on the device, and of one on the host."""
+    seen: dict[str, Any] = {}
+    for name, offload in (("device", False), ("host", True)):
+        trainer, model = _fit(folder / name, settings, offload=offload)
+        strategy: Any = trainer.strategy
+        seen[name] = model.losses, strategy.full_state_dict(), model.places
+    return seen
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_parameters_on_the_host_are_trained_as_on_the_device(ranks: DeviceRanks, name: str, tmp_path: Path) -> None:
+    for seen in ranks.call(_fit_both, tmp_path, SETTINGS[name]):
+        assert not seen.error, seen.error
+        assert seen.hazards == []
+        (losses, weights, places), (expected_losses, expected, on_device) = seen.result["host"], seen.result["device"]
+        assert (places, on_device) == ({"cpu"}, {"cuda"})
+        torch.testing.assert_close((losses, weights), (expected_losses, expected), atol=1e-6, rtol=1e-6)
+
+
+class Drawn(Watched):
+    """Draws a layer at the end."""
+
+    def on_train_end(self) -> None:
+        torch.manual_seed(3)
+        torch.nn.init.normal_(self.out.weight)
+
+
+def _live(folder: Path) -> dict[str, Any]:
+    """Return what a copy of the module, the drawn layer, and the module after `unshard` have."""
+    trainer, model = _fit(folder, {}, Drawn, offload=True)
+    strategy: Any = trainer.strategy
+    copied, inputs = copy.deepcopy(model), torch.ones(4, WIDTH, device=strategy.root_device)
+    with torch.no_grad():
+        same = torch.equal(copied(inputs), model(inputs))
+    places = {p.to_local().device.type for p in copied.parameters() if isinstance(p, DTensor)}
+    strategy.unshard()
+    return {"same": same, "places": places, "drawn": model.out.weight.detach()}
+
+
+def test_a_module_on_the_host_is_copied_drawn_and_unsharded(ranks: DeviceRanks, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    expected = torch.nn.init.normal_(torch.empty(1, WIDTH))
+    for rank, seen in enumerate(ranks.call(_live, tmp_path)):
+        assert not seen.error, seen.error
+        assert seen.hazards == []
+        assert seen.result["same"]
+        assert seen.result["places"] == {"cpu"}
+        assert rank or torch.equal(seen.result["drawn"], expected)
+
+
+def test_loss_scaling_is_refused_for_gradients_on_the_host() -> None:
+    options = FSDPOptions(offload=True)
+    with pytest.raises(UnsupportedError, match="offload with .*16-mixed.*GradScaler.*Use 'bf16-mixed'"):
+        choose_dtypes(options, "16-mixed")
+    assert choose_dtypes(options, "bf16-mixed").param == torch.bfloat16
