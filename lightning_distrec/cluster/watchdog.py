@@ -127,7 +127,8 @@ class Watchdog:
         self._failure_location = find_location([*frames, *traceback.walk_stack(None)])
         reason = None
         if is_network_failure(failure) and (answer := self.ask()):
-            places = f"a collective failed. Where the ranks are: {answer['locations']}. {RULE}"
+            text = str(failure).strip().partition("\n")[0]
+            places = f"a collective failed ({text}). Where the ranks are: {answer['locations']}. {RULE}"
             reason = f"{answer['verdict']}." if answer["verdict"] else places
         # The hub names a rank with a failure of its own as the cause, and this one only follows from another's.
         is_repeated = reason is not None or isinstance(failure, RankError)

@@ -134,7 +134,7 @@ def test_a_rank_that_leaves_between_two_runs_is_missed_in_the_next(
 
 def test_ranks_that_exchange_different_things_are_named_with_their_places(tmp_path: Path) -> None:
     output = _fails(tmp_path, "collective in a step", timeout_seconds=6)
-    match = re.search(r"RankError: a collective failed. Where the ranks are: (.*)", "\n".join(output.values()))
+    match = re.search(r"RankError: a collective failed \(.*\). Where the ranks are: (.*)", "\n".join(output.values()))
     assert match is not None, output
     parted = match[1]
     pattern = r"rank 1: (?:has failed at )?train batch 3, exchanges [\d/]+/1, faulty_script.py:\d+ in _collective"

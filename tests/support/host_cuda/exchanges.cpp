@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <mutex>
 #include <unordered_map>
 
@@ -56,6 +57,26 @@ static void all_reduce(const c10::OperatorHandle& op, c10::DispatchKeySet keys, 
   for (auto& tensor : tensors) tensor.div_(size, "trunc");
 }
 
+// NCCL gathers tensors of unequal sizes, by broadcasts; gloo refuses them.
+static void all_gather(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  IValue outputs = *argument(op, stack, "output_tensors");
+  auto parts = outputs.toList().get(0).toTensorVector();
+  bool is_even = std::all_of(parts.begin(), parts.end(), [&](const auto& part) { return part.sizes() == parts[0].sizes(); });
+  if (is_even) return exchange(op, keys, stack);
+  auto own = argument(op, stack, "input_tensors")->toTensorVector().at(0);
+  auto group = argument(op, stack, "process_group")->toCustomClass<c10d::ProcessGroup>();
+  c10::intrusive_ptr<c10d::Work> work;
+  for (int rank = 0; rank < group->getSize(); rank++) {
+    std::vector<at::Tensor> sent{rank == group->getRank() ? parts[rank].copy_(own) : parts[rank]};
+    c10d::BroadcastOptions options;
+    options.rootRank = rank;
+    work = group->broadcast(sent, options);
+    work->wait();
+  }
+  torch::jit::drop(*stack, op.schema().arguments().size());
+  torch::jit::push(*stack, outputs, work);
+}
+
 // DistributedDataParallel's logger asks for one. Nothing takes time on the device.
 struct NoTimer final : c10d::Timer {
   explicit NoTimer(c10::Device) {}
@@ -74,9 +95,10 @@ extern "C" void host_cuda_register_exchanges() {
   static host_cuda::Silent silent;
   c10::WarningUtils::WarningHandlerGuard guard(&silent);
   static torch::Library library(torch::Library::IMPL, "c10d", c10::DispatchKey::CUDA, __FILE__, __LINE__);
-  for (const char* name : {"send", "recv_", "recv_any_source_", "reduce_", "broadcast_", "allreduce_coalesced_", "allgather_",
+  for (const char* name : {"send", "recv_", "recv_any_source_", "reduce_", "broadcast_", "allreduce_coalesced_",
            "_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_", "_reduce_scatter_base_", "reduce_scatter_",
            "reduce_scatter_tensor_coalesced_", "gather_", "scatter_", "alltoall_", "alltoall_base_", "barrier"})
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&host_cuda::exchange>());
+  library.impl("allgather_", torch::CppFunction::makeFromBoxedFunction<&host_cuda::all_gather>());
   library.impl("allreduce_", torch::CppFunction::makeFromBoxedFunction<&host_cuda::all_reduce>());
 }
