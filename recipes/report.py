@@ -59,13 +59,17 @@ def output_lines(trainer: pl.Trainer, metrics: Mapping[str, str], baselines: Bas
     """Draw the curves if there is a CSVLogger, and return lines that name all files."""
     lines = []
     logger = next((logger for logger in trainer.loggers if isinstance(logger, CSVLogger)), None)
-    if logger is None:
+    saved = None
+    if logger is not None:
+        logger.save()  # Lightning writes the last rows when it closes the logger, after this hook
+        saved = Path(logger.log_dir) / "metrics.csv"
+    if saved is None:
         lines.append("The curves were not drawn: the Trainer has no CSVLogger, whose metrics.csv they need.")
+    elif not saved.exists():
+        lines.append("The curves were not drawn: nothing was logged.")  # fewer steps than Trainer(log_every_n_steps)
     else:
-        # Lightning writes the last rows when it closes the logger, after this hook.
-        logger.save()
-        folder = Path(logger.log_dir)
-        draw_curves(read_curves(folder / "metrics.csv", metrics), metrics, baselines, folder / "curves.png")
+        folder = saved.parent
+        draw_curves(read_curves(saved, metrics), metrics, baselines, folder / "curves.png")
         dashed = "; baselines are dashed" if baselines else ""
         lines += [
             f"Outputs in {folder}:",
