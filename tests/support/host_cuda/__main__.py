@@ -1,4 +1,7 @@
-"""Runs a script with the device: `python -m tests.support.host_cuda [--devices N] SCRIPT ARGUMENTS...`."""
+"""Runs a script with the device: `python -m tests.support.host_cuda [--devices N] SCRIPT ARGUMENTS...`.
+
+Or `-m MODULE ARGUMENTS...` in place of a script.
+"""
 
 import argparse
 import json
@@ -27,22 +30,15 @@ def main() -> int:
     """Return the script's exit code, after what the device has seen is printed."""
     parser = argparse.ArgumentParser(prog="python -m tests.support.host_cuda")
     parser.add_argument("--devices", type=int, default=1)
-    parser.add_argument("script", nargs="?", help="what python runs: a script, or -m and a module; and its arguments")
-    own, command = _split(sys.argv[1:])
-    options = parser.parse_args(own)
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module to run, and its arguments")
+    parser.add_argument("script", nargs=argparse.REMAINDER, help="or a script")
+    options = parser.parse_args()
+    command = ["-m", *options.module] if options.module else options.script
     with tempfile.TemporaryDirectory() as folder:
         variables = environment(options.devices) | {"HOST_CUDA_REPORTS": folder}
         code = subprocess.call([sys.executable, *command], env=variables)
         _print_reports(Path(folder))
     return code
-
-
-def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Return this command's arguments, and those of python: argparse would take `-m` for one of its own."""
-    if not arguments or arguments[0] in ("-h", "--help"):
-        return ["--help"], []
-    num_own = 2 if arguments[0] == "--devices" else int(arguments[0].startswith("--devices="))
-    return arguments[:num_own], arguments[num_own:]
 
 
 def _print_reports(folder: Path) -> None:
