@@ -72,7 +72,6 @@ struct LateCopy {
   at::Tensor pinned, values;
 };
 
-// Recursive: what has been copied late may be freed while it is held.
 static std::mutex lock;
 static std::map<StreamKey, Clock> clocks;
 static Clock host_clock;
@@ -83,30 +82,25 @@ static std::unordered_map<const void*, size_t> pinned_blocks;
 static int64_t pinned_bytes = 0, peak_pinned_bytes = 0;
 static std::vector<LateCopy> late_copies;
 
-// Takes what copies the host has waited for to where they belong. The lock is held.
-// What is returned is dropped after the lock: a tensor takes it, and Python's, when it goes.
-static std::vector<LateCopy> finish_copies() {
-  std::vector<LateCopy> finished;
+// Takes what copies the host has waited for to where they belong. The lock is held, and freeing a tensor takes it: the
+// caller does so later.
+static void finish_copies(std::vector<LateCopy>& done) {
   for (size_t i = 0; i < late_copies.size();) {
     auto& copy = late_copies[i];
     if (has_seen(host_clock, copy.stream, copy.time)) {
       std::memcpy(copy.pinned.data_ptr(), copy.values.data_ptr(), copy.values.nbytes());
-      finished.push_back(std::move(copy));
+      done.push_back(std::move(copy));
       late_copies.erase(late_copies.begin() + i);
     } else {
       i++;
     }
   }
-  return finished;
-}
-static std::vector<LateCopy> see(const Clock& clock) {
-  merge(host_clock, clock);
-  return finish_copies();
 }
 void host_has_seen(const Clock& clock) {
-  std::vector<LateCopy> finished;
+  std::vector<LateCopy> done;
   std::lock_guard<std::mutex> held(lock);
-  finished = see(clock);
+  merge(host_clock, clock);
+  finish_copies(done);
 }
 void wait_on_stream(const StreamKey& stream, const Clock& clock) {
   std::lock_guard<std::mutex> held(lock);
@@ -149,14 +143,14 @@ void run(const std::string& name, DeviceIndex device, const std::vector<void*>& 
 
 void wait_for(const std::string& name, const std::string& whom, const Clock* clock) {
   Reports reports;
-  std::vector<LateCopy> finished;
+  std::vector<LateCopy> done;
   std::lock_guard<std::mutex> held(lock);
   if (clock) {
-    finished = see(*clock);
+    merge(host_clock, *clock);
   } else {
     for (auto& [stream, seen] : clocks) merge(host_clock, seen);
-    finished = finish_copies();
   }
+  finish_copies(done);
   reports.add("wait", name + " waits for " + whom);
 }
 Clock clock_of(const StreamKey& stream) {

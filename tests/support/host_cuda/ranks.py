@@ -12,7 +12,7 @@ from tests.support.host_cuda.runs import Seen
 from tests.support.ranks import RankFailed, run_on_warm_ranks, stop_warm_ranks
 
 
-def call(function: Callable[..., Any], args: tuple[Any, ...]) -> Seen:
+def call(function: Callable[..., Any], args: tuple[Any, ...], ends: bool) -> Seen:
     """Return what a function returns here, or raises, and what the device saw of it."""
     import host_cuda_runtime as device
 
@@ -21,6 +21,8 @@ def call(function: Callable[..., Any], args: tuple[Any, ...]) -> Seen:
     try:
         result = function(*args)
     except Exception:
+        if ends:
+            raise
         error = traceback.format_exc()
     return Seen(result, device.reports("hazard"), device.reports("wait"), error)
 
@@ -31,9 +33,9 @@ def serve(num_ranks: int) -> None:
     os.dup2(2, 1)  # what ranks print is no answer
     for line in sys.stdin:
         folder = Path(line.strip())
-        function, args, timeout_seconds = pickle.loads((folder / "call").read_bytes())
+        function, args, timeout_seconds, ends = pickle.loads((folder / "call").read_bytes())
         try:
-            answer: Any = run_on_warm_ranks(call, num_ranks, function, args, timeout_seconds=timeout_seconds)
+            answer: Any = run_on_warm_ranks(call, num_ranks, function, args, ends, timeout_seconds=timeout_seconds)
         except RankFailed as failed:
             answer = failed
         (folder / "answer").write_bytes(pickle.dumps(answer))

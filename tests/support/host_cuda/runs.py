@@ -38,10 +38,15 @@ class DeviceRanks:
     def __init__(self, process: Any) -> None:
         self._process = process
 
-    def call(self, function: Callable[..., Any], *args: Any, timeout_seconds: float = LIMIT_SECONDS) -> list[Seen]:
-        """Return what the function returned or raised on each rank. Raises RankFailed: a rank died, or was late."""
+    def call(
+        self, function: Callable[..., Any], *args: Any, timeout_seconds: float = LIMIT_SECONDS, ends: bool = False
+    ) -> list[Seen]:
+        """Return what the function returned or raised on each rank.
+
+        ends: a rank on which it raises ends, as a script does. Raises RankFailed: that, a rank died, or was late.
+        """
         with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "call").write_bytes(pickle.dumps((function, args, timeout_seconds)))
+            (Path(folder) / "call").write_bytes(pickle.dumps((function, args, timeout_seconds, ends)))
             print(folder, file=self._process.stdin, flush=True)
             assert self._process.stdout.readline() == "done\n", "the process of the device's ranks has ended"
             answer = pickle.loads((Path(folder) / "answer").read_bytes())

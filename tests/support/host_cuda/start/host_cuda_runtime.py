@@ -73,9 +73,9 @@ def forget_reports() -> None:
 
 
 def _write_reports() -> None:
-    """Leave what was seen for the process that started this one, if it has not ended before."""
-    folder = os.environ.get("HOST_CUDA_REPORTS")
-    if folder and os.path.isdir(folder):
+    """Leave what was seen for the process that started this one."""
+    folder = os.environ.get("HOST_CUDA_REPORTS", "")
+    if Path(folder or "none").is_dir():  # a server of forks ends after the process that has asked
         lines = [[*report, count] for report, count in _reports.items()]
         (Path(folder) / f"{os.getpid()}.json").write_text(json.dumps(lines))
 
