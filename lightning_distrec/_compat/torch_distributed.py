@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 def split_ranks(members: list[list[int]], timeout: timedelta) -> Any:
     """Collective. Return the new process group that has this rank. members: of each group; together all ranks."""
-    if getattr(dist.group.WORLD, "bound_device_id", None) is None:
+    if not getattr(dist.group.WORLD, "bound_device_id", None):
         return dist.new_subgroups_by_enumeration(members, timeout=timeout)[0]
     # As DeviceMesh: new_group has all ranks split NCCL's communicator for each of the groups, one after the other.
     return dist.split_group(split_ranks=members, timeout=timeout)

@@ -1,7 +1,6 @@
 """A rank's side of the watchdog: it reports when runs start, end and fail, and asks why a collective failed."""
 
 import contextlib
-import inspect
 import json
 import linecache
 import os
@@ -48,8 +47,8 @@ NOT_USER_CODE = ("<", "site-packages", "dist-packages", str(Path(os.__file__).pa
 EXCHANGES = re.compile(
     r"/(torch/(distributed/(?!checkpoint)|nn/parallel/dist|autograd/(?!prof))|torchrec/distributed/)"
 )
-# Waits known by their names: those for a GPU take a whole processor, as work does.
-ARGUMENTS = r"\(([^()]|\([^()]*\))*\)$"
+# Waits known by what lines end with: those for a GPU take a whole processor, as work does.
+ARGUMENTS = r"\(([^()]|\([^()]*\))*\)[])}:,]*$"
 WAIT = re.compile(r"\.wait" + ARGUMENTS)
 WAIT_FOR_GPU = re.compile(r"\.(item|cpu|tolist|to|nonzero|\w*synchronize)" + ARGUMENTS)
 PAGES_PER_PLACE = 1000
@@ -226,16 +225,6 @@ def _wait_at_end() -> str:
     return "at the end of its run"
 
 
-def find_call(frame: FrameType) -> str:
-    """Return the line of a frame up to the end of the call that runs there; on Python 3.10 the whole line."""
-    # Since Python 3.11.
-    positions = getattr(inspect.getframeinfo(frame, context=0), "positions", None)
-    number, end = (positions.end_lineno, positions.end_col_offset) if positions else (frame.f_lineno, None)
-    # In bytes.
-    line = linecache.getline(frame.f_code.co_filename, number or 0).rstrip().encode()
-    return line[:end].decode(errors="ignore")
-
-
 def is_wait(frame: FrameType) -> bool:
     """Whether a thread that is in a frame waits in a call of C that waits for ranks or GPUs, or may do so."""
     # What calls an operation of torch by its name, such as a collective's wait_tensor.
@@ -245,9 +234,10 @@ def is_wait(frame: FrameType) -> bool:
     if frame.f_lineno is None:
         return False
     # Waits of exchanges call into C; others, of threads and processes, are functions of Python with other lines.
-    call, file = find_call(frame), frame.f_code.co_filename
-    waits_for_gpu = torch.cuda.is_initialized() and WAIT_FOR_GPU.search(call)
-    return bool(WAIT.search(call) or waits_for_gpu or EXCHANGES.search(file))
+    file = frame.f_code.co_filename
+    line = linecache.getline(file, frame.f_lineno).rstrip()
+    waits_for_gpu = torch.cuda.is_initialized() and WAIT_FOR_GPU.search(line)
+    return bool(WAIT.search(line) or waits_for_gpu or EXCHANGES.search(file))
 
 
 def count_work(thread: int) -> tuple[int, int]:

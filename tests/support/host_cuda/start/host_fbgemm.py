@@ -201,8 +201,9 @@ def _update(
     options: list[float],
 ) -> None:
     """Update each row once, by the sum of its gradients; numbers end with the step, options with the rate."""
-    pooling, max_dim, step = numbers
-    rows = Rows(weights, locations)
+    pooling, max_dim, step, are_unique = numbers
+    # By id of the call; or, where rows are fetched ahead, by row: of the tables in their order, each once.
+    rows, num_seen = Rows(weights, locations[:0] if are_unique else locations), 0
     parts: dict[tuple[int, int], list[tuple[int, Tensor, Tensor, Tensor]]] = {}
     for feature in _features(bags, pooling, max_dim):
         grads = gradient.reshape(-1)[feature.columns()].float()[feature.bags]
@@ -210,13 +211,16 @@ def _update(
         part = feature.number, feature.ids, rows.slots(feature), grads
         parts.setdefault(rows.place(feature), []).append(part)
     is_rowwise = ROWWISE_STATES.get(name, (False, False))
-    for place, of_table in parts.items():
+    for place, of_table in sorted(parts.items()):
         number = of_table[0][0]
         all_ids, all_slots, all_grads = (torch.cat([part[i] for part in of_table]) for i in (1, 2, 3))
         ids, inverse = all_ids.unique(return_inverse=True)
         dim = all_grads.shape[1]
         grads = torch.zeros(len(ids), dim, dtype=torch.float32).index_add_(0, inverse, all_grads)
         slots = torch.empty_like(ids).scatter_(0, inverse, all_slots)
+        if are_unique and place[0] == MANAGED_CACHING:
+            slots = locations[num_seen : num_seen + len(ids)].long()
+            num_seen += len(ids)
         tables = [
             _table(state, (int(state[2][number]), int(state[3][number])), 1 if by_row else dim)
             for state, by_row in zip((state1, state2), is_rowwise, strict=False)
@@ -264,7 +268,7 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         call, per_id = ctx.call, ctx.per_id
-        per_id_gradient = None
+        per_id_gradient, are_unique = None, call["aux_bool"][1]
         if ctx.needs_input_grad[1]:
             per_id_gradient = torch.ops.host_cuda.per_id_gradient(
                 call["weights"], ctx.bags, ctx.locations, gradients[0], ctx.numbers
@@ -279,7 +283,7 @@ class _Lookup(torch.autograd.Function):
             ctx.locations,
             per_id,
             gradients[0],
-            [*ctx.numbers, call["aux_int"][0]],
+            [*ctx.numbers, call["aux_int"][0], are_unique],
             options,
         )
         return None, per_id_gradient, None, None
