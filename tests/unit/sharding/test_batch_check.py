@@ -1,5 +1,7 @@
 """Ids on a GPU are compared with their tables' rows on the device, and the result is read with all else at once."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from unittest.mock import patch
 
 import pytest
@@ -8,8 +10,18 @@ from torchrec import KeyedJaggedTensor
 
 from lightning_distrec import gpu
 from lightning_distrec.errors import IdsError
-from lightning_distrec.sharding.calls import NO_IDS, check_batch
-from tests.support.emulated_streams import emulated_streams
+from lightning_distrec.gpu import HostCopy, kept_on_device
+from lightning_distrec.sharding.calls import NO_IDS, begin_check, check_batch
+from tests.support.emulated_streams import EmulatedStreams, emulated_streams
+
+
+@contextmanager
+def on_gpu() -> Iterator[EmulatedStreams]:
+    """Run what runs on a GPU."""
+    kept_on_device((*LIMITS.values(), 2**63 - 1), torch.device("cpu"))  # kept on a GPU
+    with emulated_streams() as streams, patch.object(gpu, "is_on_gpu", lambda tensor: True):
+        yield streams
+
 
 LIMITS = {"a": 10, "b": 100}
 
@@ -31,27 +43,29 @@ def features(*ids: int, lengths: tuple[int, ...] = (1, 2, 0, 3)) -> KeyedJaggedT
     ],
 )
 def test_extreme_ids_are_told_where_one_is_out_of_range(ids: tuple[int, ...], actual: tuple[int, int]) -> None:
-    with patch.object(gpu, "is_on_gpu", lambda tensor: True):
+    with on_gpu():
         assert check_batch("it", features(*ids), None, LIMITS) == actual
     assert check_batch("it", features(*ids), None, LIMITS) == (min(ids), max(ids)), "a CPU reads them at once"
 
 
 def test_features_that_no_table_knows_have_no_limit() -> None:
-    with patch.object(gpu, "is_on_gpu", lambda tensor: True):
+    with on_gpu():
         assert check_batch("it", features(1, 1, 2**40, lengths=(1, 0, 1, 0, 1, 0)), None, LIMITS) == NO_IDS
 
 
 def test_lengths_that_do_not_add_up_are_an_error_all_the_same() -> None:
-    with patch.object(gpu, "is_on_gpu", lambda tensor: True), pytest.raises(IdsError, match="its lengths add up to 3"):
+    with on_gpu(), pytest.raises(IdsError, match="its lengths add up to 3"):
         check_batch("it", features(1, 2, 3, 4, 5, lengths=(1, 0, 2, 0)), None, LIMITS)
 
 
 def test_the_host_waits_once() -> None:
     batch = features(0, 9, 5, 10, 99, 50)
-    check_batch("it", features(0, 9, 5, 10, 99, 50), None, LIMITS)
-    with emulated_streams() as streams, patch.object(gpu, "is_on_gpu", lambda tensor: True):
-        check_batch("it", batch, None, LIMITS)
-    assert len(streams.reports.waits) == 1
+    with on_gpu() as streams, patch.object(HostCopy, "read", autospec=True, side_effect=HostCopy.read) as read:
+        end_check = begin_check("it", batch, None, LIMITS)
+        assert not read.called, "the batch may still be copied"
+        assert end_check() == NO_IDS
+    assert read.call_count == 1
+    assert not streams.reports.waits
 
 
 @pytest.mark.parametrize(
