@@ -62,11 +62,11 @@ def begin_check(
     first_offset = [] if offsets is None else [offsets[0]]
     # One sum for each feature, where all have one batch size: torchrec asks for these numbers too (length_per_key).
     sums = lengths.view(-1, bags).sum(1) if bags else lengths.sum()
-    room, on_gpu = [], gpu.is_on_gpu(values)
+    margin, on_gpu = [], gpu.is_on_gpu(values)
     if on_gpu and limits is not None and bags and smallest_and_largest:
         keys = features.keys()
-        room = [_smallest_room(values, sums, [limits.get(key, _NO_LIMIT) for key in keys])]
-    tensors = [*torch.aminmax(lengths), *room, *first_offset, *smallest_and_largest, sums]
+        margin = [_smallest_margin(values, sums, [limits.get(key, _NO_LIMIT) for key in keys])]
+    tensors = [*torch.aminmax(lengths), *margin, *first_offset, *smallest_and_largest, sums]
     # One tensor and one copy to the host: each `int(tensor)` would wait for all that was queued before it.
     copy = HostCopy(torch.cat([tensor.view(-1) for tensor in tensors])) if on_gpu else None
 
@@ -75,7 +75,7 @@ def begin_check(
         for tensor in tensors if copy is None else ():
             read += tensor.tolist() if tensor.dim() else [int(tensor)]
         shortest, longest, *numbers = read
-        has_room = bool(room) and numbers.pop(0) > 0
+        are_inside = bool(margin) and numbers.pop(0) > 0
         if offsets is not None and (first := numbers.pop(0)) != 0:
             raise IdsError(f"{call} has offsets that begin with {first}; they must begin with 0.")
         extremes = (numbers.pop(0), numbers.pop(0)) if smallest_and_largest else NO_IDS
@@ -91,7 +91,7 @@ def begin_check(
         # Kept in the KeyedJaggedTensor: torchrec would compute them once more, for which a GPU is waited for again.
         if bags and not keep_length_per_key(features, numbers):
             raise IdsError(f"{call} was made with a length_per_key that its lengths do not add up to, {numbers}.")
-        return NO_IDS if has_room and extremes[0] >= 0 else extremes
+        return NO_IDS if are_inside and extremes[0] >= 0 else extremes
 
     return end
 
@@ -100,7 +100,7 @@ def _raise(error: IdsError) -> Extremes:
     raise error
 
 
-def _smallest_room(values: Tensor, ids_per_feature: Tensor, limits: list[int]) -> Tensor:
+def _smallest_margin(values: Tensor, ids_per_feature: Tensor, limits: list[int]) -> Tensor:
     """Return by how much the ids are below their features' limits, at the least, on the device.
 
     Where `ids_per_feature` does not add up, the result means nothing, and no memory beyond the tensors is read.
