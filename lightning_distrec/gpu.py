@@ -1,5 +1,6 @@
 """What is done on GPUs only. Not run on a GPU yet."""
 
+import functools
 import importlib.util
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -52,6 +53,19 @@ class HostCopy:
                 self._arrived.synchronize()
             self._numbers = self._tensor.tolist()
         return self._numbers
+
+
+@functools.lru_cache(maxsize=1024)
+def kept_on_device(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return numbers on a device. Kept: each copy from the host waits for the device."""
+    return torch.tensor(numbers, device=device)
+
+
+def on_device_of(like: torch.Tensor, numbers: list[int]) -> torch.Tensor:
+    """Return numbers in the type and on the device of a tensor, which is not waited for."""
+    pinned = torch.empty(len(numbers), dtype=like.dtype, pin_memory=is_on_gpu(like))
+    pinned.copy_(torch.tensor(numbers))
+    return pinned.to(like.device, non_blocking=True)
 
 
 class DeviceTimes:

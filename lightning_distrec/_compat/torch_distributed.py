@@ -16,6 +16,7 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
@@ -74,12 +75,27 @@ def unsharded_parameter(fsdp_param: Any) -> Any:
 
 
 def reset_after_failure(module: Any) -> None:
-    """Reset the FSDP state of a root module after a step that failed halfway; does nothing before torch 2.13."""
+    """Reset the FSDP state of a root module after a step that failed halfway."""
     # Source: torch/distributed/fsdp/_fully_shard, FSDPModule.reset_iter_state. A module that never ran is not yet a
     # root.
-    reset = getattr(module, "reset_iter_state", None)
-    if reset is not None and module._get_fsdp_state()._is_root:
-        reset()
+    root = module._get_fsdp_state()
+    if not root._is_root:
+        return
+    if hasattr(module, "reset_iter_state"):
+        module.reset_iter_state()
+        return
+    # As it does, before torch 2.13.
+    for state in root._state_ctx.all_states:
+        state._training_state = TrainingState.IDLE
+        state._modules_to_run_forward.clear()
+        if (group := state._fsdp_param_group) is not None:
+            group.wait_for_unshard()
+            group._post_forward_indices.clear()
+            group._training_state = TrainingState.IDLE
+            group._to_sharded()
+    root._comm_ctx.post_forward_order.clear()
+    root._state_ctx.iter_forward_root = None
+    root._state_ctx.post_backward_final_callback_queued = False
 
 
 def make_fully_sharded_class(kind: Any) -> None:

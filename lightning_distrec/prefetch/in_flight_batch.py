@@ -20,12 +20,17 @@ class PrefetchedLookup:
         self.call, self.table = call, table
         self._arguments = call.get(roots)
         self._versions = versions(*self._arguments)
-        self.request = table.prepare(self._arguments)
+        self._begun = table.begin(self._arguments)
+        self.request: Any = None if table.on_gpu else table.prepare(self._begun)
+        """Its LookupRequest, once it is prepared. Its `late_weights`, which the step computes, follow the ids."""
         self._looked_up: Any = None
         self._state: Any = None
-        self.waits_for_weights = self.request.late_weights is not None
-        """Whether weights that its step computes follow the ids at the call."""
         self.is_taken = False
+
+    def finish_preparing(self) -> None:
+        """Prepare what was only begun."""
+        if self.request is None:
+            self.request = self.table.prepare(self._begun)
 
     def look_up(self) -> None:
         """Collective. Look the rows up before the call."""
@@ -53,7 +58,7 @@ class PrefetchedLookup:
         """Collective. Return the outputs, and whether they were looked up before. arguments: None where they differ."""
         self.is_taken = True
         self.table.note_call(self.request)
-        if self.waits_for_weights and arguments is not None:
+        if self.request.late_weights is not None and arguments is not None:
             self.table.give_weights(self.request, arguments)
         # Under manual optimization an optimizer may have stepped since the rows were looked up. The state is alike on
         # all ranks: either all of them look up again or none does.
@@ -102,9 +107,8 @@ class InFlightBatch:
             with replaying():
                 self._lookups = [self._prepared(call, tables[call.path]) for call in step.calls]
             self.prefetched = [lookup for lookup in self._lookups if lookup is not None]
-        except Exception as error:  # the step itself will raise it, or do without what is missing
-            self.prefetched = None
-            self.preparation_failure = f"{type(error).__name__}: {error}"
+        except Exception as error:
+            self._fail(error)
         # The lookups have what they need; the memo would hold intermediate results until the step of this batch.
         self.roots.memo.clear()
 
@@ -116,6 +120,20 @@ class InFlightBatch:
                 raise
             self.unready.append(call)
             return None
+
+    def finish_preparing(self) -> None:
+        """Prepare the lookups that were only begun, since a GPU had not got the batch yet. Waits for it."""
+        try:
+            with replaying():
+                for lookup in self.prefetched or []:
+                    lookup.finish_preparing()
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        # The step itself will raise it, or do without what is missing.
+        self.prefetched = None
+        self.preparation_failure = f"{type(error).__name__}: {error}"
 
     @property
     def own_status(self) -> BatchStatus:

@@ -83,6 +83,7 @@ class Prefetcher:
     ) -> None:
         self.depth, self.ranks = depth, ranks
         self._tables, self._exchange, self._learner = tables, exchange, learner
+        self._on_gpu = any(table.on_gpu for table in tables.values())
         self._exchanges_counts = any(table.exchanges_counts for table in tables.values())
         self.current: InFlightBatch | None = None
         """The batch of the step that is running, has just ended, or is next."""
@@ -122,6 +123,10 @@ class Prefetcher:
         self, batch: InFlightBatch | None, failure: int = NO_FAILURE, weights: int = 0
     ) -> ControlMessage:
         """Collective. All messages have the same number of sizes, also those of ranks that have no such batch."""
+        if batch is not None and self._on_gpu:
+            # What depends on tensors that a step writes to was computed before.
+            with self._exchange.preparing(lambda: False):
+                batch.finish_preparing()
         # Padded to one width: which step a rank's batch is for may differ at the end of an epoch.
         status = BatchStatus() if batch is None else batch.own_status
         width = max((len(step.calls) for step in self._learner.calls.values()), default=0)
@@ -167,7 +172,7 @@ class Prefetcher:
         step.pending_rows = {id(lookup.request) for lookup in current.prefetched}
         for i, lookup in enumerate(current.prefetched):
             # Lookups of one table are made in the order of the calls, in which their gradients are added up.
-            in_order = lookup.call.path not in current.placed_paths and not lookup.waits_for_weights
+            in_order = lookup.call.path not in current.placed_paths and lookup.request.late_weights is None
             if in_order and self._tables[lookup.call.path].early and (current.kind, i) not in self._late:
                 lookup.look_up()
 
@@ -203,7 +208,7 @@ class Prefetcher:
         # Also where the call differs: the other ranks take part in this lookup, and wait for this rank's rows.
         looked_up, was_early = lookup.take(arguments if difference is None else None)
         step.counts.ahead += step.was_sent
-        if lookup.waits_for_weights:
+        if lookup.request.late_weights is not None:
             step.weighted_calls.append(WeightedCall(path, lookup.request.learns))
         # What changes its rows before the call does so in later steps too: an early lookup would be made twice.
         if not was_early:
@@ -226,7 +231,9 @@ class Prefetcher:
         if step.message is not None:  # a call before this one has differed on this rank alone
             return False
         # Before that, other ranks may wait for this rank's rows.
-        if self._tables[lookup.call.path].early and not (lookup.is_looked_up or lookup.waits_for_weights):
+        if self._tables[lookup.call.path].early and not (
+            lookup.is_looked_up or lookup.request.late_weights is not None
+        ):
             lookup.look_up()
         place = (current.prefetched or []).index(lookup)
         if not self._send_message(step, DIFFERING_CALL + self.ranks.rank, -1 - place).all_differ():

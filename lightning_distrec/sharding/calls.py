@@ -4,8 +4,8 @@ FBGEMM and torchrec trust lengths. Where these do not add up, bags get the rows 
 tensors is read: other numbers, or the end of the process. So they are checked before any kernel reads them.
 """
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_distrec import gpu
 from lightning_distrec._compat.torchrec_modules import keep_length_per_key
 from lightning_distrec.errors import IdsError
+from lightning_distrec.gpu import HostCopy, kept_on_device
 
 FEATURE = "ids"
 """The one feature of a plain embedding's collection."""
@@ -24,68 +25,82 @@ _SHOWN = 5
 _NO_LIMIT = 2**63 - 1
 
 
+Extremes = tuple[int, int]
+"""The smallest and the largest id; NO_IDS where there are none, or where nothing else has to be known of them."""
+
+
 def check_batch(
     call: str, features: KeyedJaggedTensor, weights: Tensor | None, limits: Mapping[str, int] | None = None
-) -> tuple[int, int]:
-    """Return the smallest and the largest id, NO_IDS where there are none; waits for a GPU once.
+) -> Extremes:
+    """Do all of `begin_check`."""
+    return begin_check(call, features, weights, limits)()
+
+
+def begin_check(
+    call: str, features: KeyedJaggedTensor, weights: Tensor | None, limits: Mapping[str, int] | None = None
+) -> Callable[[], Extremes]:
+    """Begin to check whether a batch's tensors fit each other; returns what ends it, and waits for a GPU once.
 
     call: names the lookup in errors. weights: of the ids, where they count. limits: feature -> its number of rows; on a
     GPU NO_IDS is returned too where all ids are below their limits, so that nothing else has to be read.
-    Raises IdsError: types, lengths, offsets or weights do not fit.
+    The end raises IdsError: types, lengths, offsets or weights do not fit.
     """
-    values = features.values()
+    values, given = features.values(), features.lengths_or_none()
     # Looked at first: `lengths()` below computes and keeps lengths where a batch has offsets only.
-    offsets = features.offsets_or_none() if features.lengths_or_none() is None else None
-    _check_type(call, "ids", values)
-    if offsets is not None:
-        _check_type(call, "offsets", offsets)
-    lengths = features.lengths()
-    _check_type(call, "lengths", lengths)
-    carried = features.weights_or_none()
-    if carried is not None and (
-        carried.shape != values.shape or (weights is not None and not carried.is_floating_point())
-    ):
-        shape = tuple(carried.shape)
-        raise IdsError(
-            f"{call} has {values.numel()} ids, and weights of {carried.dtype} and shape {shape}: one float each."
-        )
-    bags = _check_number_of_lengths(call, features, lengths.numel())
+    offsets = features.offsets_or_none() if given is None else None
+    typed = {"ids": values, "lengths": given} if offsets is None else {"ids": values, "offsets": offsets}
+    try:
+        _check_types(call, typed)
+        lengths = features.lengths()
+        bags = _check_numbers(call, features, lengths.numel(), weights is not None)
+    except IdsError as error:
+        return partial(_raise, error)
     if not lengths.numel():
-        if values.numel():
-            raise IdsError(f"{call} has {values.numel()} ids, but no lengths, so that they belong to no bag.")
-        return NO_IDS
+        return lambda: NO_IDS
     # All that is needed of the tensors' values is read at once.
     smallest_and_largest = list(torch.aminmax(values)) if values.numel() else []
     first_offset = [] if offsets is None else [offsets[0]]
     # One sum for each feature, where all have one batch size: torchrec asks for these numbers too (length_per_key).
     sums = lengths.view(-1, bags).sum(1) if bags else lengths.sum()
-    outside, on_gpu = [], gpu.is_on_gpu(values)
+    margin, on_gpu = [], gpu.is_on_gpu(values)
     if on_gpu and limits is not None and bags and smallest_and_largest:
         keys = features.keys()
-        outside = [_smallest_room(values, sums, [limits.get(key, _NO_LIMIT) for key in keys])]
-    shortest, longest, *numbers = _read(
-        on_gpu, *torch.aminmax(lengths), *outside, *first_offset, *smallest_and_largest, sums
-    )
-    has_room = bool(outside) and numbers.pop(0) > 0
-    if offsets is not None and (first := numbers.pop(0)) != 0:
-        raise IdsError(f"{call} has offsets that begin with {first}; they must begin with 0.")
-    extremes = (numbers.pop(0), numbers.pop(0)) if smallest_and_largest else NO_IDS
-    if shortest < 0:
-        limit = f"nor lie beyond the {values.numel()} ids"
-        raise IdsError(f"{call} has a bag of {shortest} ids. Offsets must never fall, {limit}.")
-    words = "lengths add up to" if offsets is None else "offsets end with"
-    if longest > values.numel() or sum(numbers) != values.numel():  # a sum of huge lengths may have overflowed
-        raise IdsError(
-            f"{call} has {values.numel()} ids, but its {words} {sum(numbers)}"
-            f"{_list_counts(features.keys(), numbers)}. Each id must belong to one bag."
-        )
-    # Kept in the KeyedJaggedTensor: torchrec would compute them once more, for which a GPU is waited for again.
-    if bags and not keep_length_per_key(features, numbers):
-        raise IdsError(f"{call} was made with a length_per_key that its lengths do not add up to, {numbers}.")
-    return NO_IDS if has_room and extremes[0] >= 0 else extremes
+        margin = [_smallest_margin(values, sums, [limits.get(key, _NO_LIMIT) for key in keys])]
+    tensors = [*torch.aminmax(lengths), *margin, *first_offset, *smallest_and_largest, sums]
+    # One tensor and one copy to the host: each `int(tensor)` would wait for all that was queued before it.
+    copy = HostCopy(torch.cat([tensor.view(-1) for tensor in tensors])) if on_gpu else None
+
+    def end() -> Extremes:
+        read: list[int] = [] if copy is None else copy.read()
+        for tensor in tensors if copy is None else ():
+            read += tensor.tolist() if tensor.dim() else [int(tensor)]
+        shortest, longest, *numbers = read
+        are_inside = bool(margin) and numbers.pop(0) > 0
+        if offsets is not None and (first := numbers.pop(0)) != 0:
+            raise IdsError(f"{call} has offsets that begin with {first}; they must begin with 0.")
+        extremes = (numbers.pop(0), numbers.pop(0)) if smallest_and_largest else NO_IDS
+        if shortest < 0:
+            limit = f"nor lie beyond the {values.numel()} ids"
+            raise IdsError(f"{call} has a bag of {shortest} ids. Offsets must never fall, {limit}.")
+        words = "lengths add up to" if offsets is None else "offsets end with"
+        if longest > values.numel() or sum(numbers) != values.numel():  # a sum of huge lengths may have overflowed
+            raise IdsError(
+                f"{call} has {values.numel()} ids, but its {words} {sum(numbers)}"
+                f"{_list_counts(features.keys(), numbers)}. Each id must belong to one bag."
+            )
+        # Kept in the KeyedJaggedTensor: torchrec would compute them once more, for which a GPU is waited for again.
+        if bags and not keep_length_per_key(features, numbers):
+            raise IdsError(f"{call} was made with a length_per_key that its lengths do not add up to, {numbers}.")
+        return NO_IDS if are_inside and extremes[0] >= 0 else extremes
+
+    return end
 
 
-def _smallest_room(values: Tensor, ids_per_feature: Tensor, limits: list[int]) -> Tensor:
+def _raise(error: IdsError) -> Extremes:
+    raise error
+
+
+def _smallest_margin(values: Tensor, ids_per_feature: Tensor, limits: list[int]) -> Tensor:
     """Return by how much the ids are below their features' limits, at the least, on the device.
 
     Where `ids_per_feature` does not add up, the result means nothing, and no memory beyond the tensors is read.
@@ -93,45 +108,39 @@ def _smallest_room(values: Tensor, ids_per_feature: Tensor, limits: list[int]) -
     ends = ids_per_feature.cumsum(0)
     feature = torch.searchsorted(ends, torch.arange(values.numel(), device=values.device), right=True)
     # Where lengths add up to fewer ids, searchsorted returns a number behind the last feature; the caller raises later.
-    limit_of_id = _on_device((*limits, _NO_LIMIT), values.device)[feature]
+    limit_of_id = kept_on_device((*limits, _NO_LIMIT), values.device)[feature]
     # Few kernels over all ids. An id far below 0 may overflow, and is seen as the smallest.
     return (limit_of_id - values).amin()
 
 
-@functools.lru_cache(maxsize=1024)
-def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return numbers on a device. Kept: each copy from the host waits for the device."""
-    return torch.tensor(numbers, device=device)
+def _check_types(call: str, tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _ID_TYPES or tensor.dim() != 1:
+            text = f"{call} has {name} of {tensor.dtype} and shape {tuple(tensor.shape)}"
+            raise IdsError(f"{text}. They must be int64 or int32, and of one dimension.")
 
 
-def _read(on_gpu: bool, *tensors: Tensor) -> list[int]:
-    """Return the values of all tensors, each of no or one dimension; the device is waited for once."""
-    if on_gpu:
-        # One tensor and one copy to the host: each `int(tensor)` would wait for all that was queued before it.
-        numbers: list[int] = torch.cat([tensor.view(-1) for tensor in tensors]).tolist()
-        return numbers
-    numbers = []
-    for tensor in tensors:
-        numbers += tensor.tolist() if tensor.dim() else [int(tensor)]
-    return numbers
-
-
-def _check_type(call: str, name: str, tensor: Tensor) -> None:
-    if tensor.dtype not in _ID_TYPES or tensor.dim() != 1:
-        text = f"{call} has {name} of {tensor.dtype} and shape {tuple(tensor.shape)}"
-        raise IdsError(f"{text}. They must be int64 or int32, and of one dimension.")
-
-
-def _check_number_of_lengths(call: str, features: KeyedJaggedTensor, number: int) -> int | None:
+def _check_numbers(call: str, features: KeyedJaggedTensor, num_lengths: int, counts_weights: bool) -> int | None:
     """Return the number of bags of each feature; None: features have unequal numbers."""
+    num_ids, weights = features.values().numel(), features.weights_or_none()
+    if weights is not None and (
+        weights.shape != features.values().shape or (counts_weights and not weights.is_floating_point())
+    ):
+        shape = tuple(weights.shape)
+        raise IdsError(f"{call} has {num_ids} ids, and weights of {weights.dtype} and shape {shape}: one float each.")
     keys, variable = features.keys(), features.variable_stride_per_key()
-    if not variable and number == len(keys) * (stride := features.stride()):
-        return stride
-    bags = features.stride_per_key() if variable else [features.stride()] * len(keys)
-    if len(bags) != len(keys) or number != sum(bags) or min(bags, default=0) < 0:
-        counts = _list_counts(keys, bags)
-        raise IdsError(f"{call} has {number} lengths, but {sum(bags)} are needed{counts}: one for each example.")
-    return None
+    stride = None if variable else features.stride()
+    if stride is None or num_lengths != len(keys) * stride:
+        bags = features.stride_per_key() if stride is None else [stride] * len(keys)
+        if len(bags) != len(keys) or num_lengths != sum(bags) or min(bags, default=0) < 0:
+            counts = _list_counts(keys, bags)
+            raise IdsError(
+                f"{call} has {num_lengths} lengths, but {sum(bags)} are needed{counts}: one for each example."
+            )
+        stride = None
+    if num_ids and not num_lengths:
+        raise IdsError(f"{call} has {num_ids} ids, but no lengths, so that they belong to no bag.")
+    return stride
 
 
 def _list_counts(keys: list[str], numbers: list[int]) -> str:
@@ -186,7 +195,7 @@ def _offsets(path: str, ids: Tensor, offsets: Tensor | None, include_last_offset
             f"'{path}' was called with ids of shape {tuple(ids.shape)} and {'no ' if offsets is None else ''}offsets. "
             "Ids must have two dimensions, or one and offsets."
         )
-    _check_type(f"'{path}'", "offsets", offsets)
+    _check_types(f"'{path}'", {"offsets": offsets})
     if not include_last_offset:
         return torch.cat([offsets.long(), offsets.new_full((1,), ids.numel(), dtype=torch.long)])
     if not offsets.numel():

@@ -84,8 +84,6 @@ def _on_a_rank() -> dict[str, Any]:
     with torch.no_grad():
         _fully_shard.unsharded_parameter(gathered).add_(1)
     _fully_shard.reset_after_failure(net)
-    for submodule in (net, net.low):  # which it does not do before torch 2.13
-        submodule.reshard()
     return {
         "gathered": (sharded is net.low.weight, tuple(_fully_shard.unsharded_parameter(gathered).shape)),
         "follows": [*follows, kept.parameter is net.low.weight, isinstance(kept.parameter, DTensor)],

@@ -20,8 +20,10 @@ from torch import Tensor
 from tests.benchmarks.performance_contenders import ByHandPrefetched, ByTrainer, Turn, our_strategy
 from tests.benchmarks.performance_model import Batches, LitDLRM
 from tests.benchmarks.performance_rounds import silence
+from tests.support.click_model import SequenceModel, rank_loader, seeded
 from tests.support.host_waits import HostWaits, WaitsOfSteps
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
+from tests.support.trainers import make_trainer
 
 NUM_RANKS = 2
 TURN = Turn(first=6, counted=5, last=4)
@@ -43,6 +45,15 @@ def waits_of_ours(turn: Turn, batches: Batches, device: torch.device, depth: int
     if logged:
         contender.module = Logging(NUM_ROWS, logged=True)
     contender.turn(counting)
+    return counting.waits
+
+
+def waits_of_rows(turn: Turn, batches: Batches, device: torch.device) -> Counter[str]:
+    """Collective. Return the same of a fit with four features, of whose ids each is sent once."""
+    counting = WaitsOfSteps(turn.first, turn.counted)
+    options = {"tables": {"*": {"pooling_factor": 50}}, "sharding_types": ["table_wise"]}
+    trainer = make_trainer(options, accelerator="gpu", callbacks=[counting])
+    trainer.fit(seeded(SequenceModel, torch.optim.SGD, {"lr": 0.1}), rank_loader(turn.steps, dist.get_rank()))
     return counting.waits
 
 
@@ -68,6 +79,7 @@ CONTENDERS: dict[str, Callable[..., Counter[str]]] = {
     "prefetched": partial(waits_of_ours, depth=3),
     "prefetched, logged": partial(waits_of_ours, depth=3, logged=True),
     "not prefetched": partial(waits_of_ours, depth=1),
+    "rows sent once": waits_of_rows,
     "TorchRec": waits_of_torchrec,
 }
 

@@ -1,13 +1,15 @@
 """Copies of a KeyedJaggedTensor with something changed: ids, weights, padding, repeated ids."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from lightning_distrec.errors import IdsError
+from lightning_distrec.gpu import kept_on_device, on_device_of
 
 
 def with_ids(features: KeyedJaggedTensor, ids: Tensor) -> KeyedJaggedTensor:
@@ -148,26 +150,35 @@ class DistinctIds:
     """Ids of a lookup of rows, each sent once however often a batch repeats it; its row comes back once, too.
 
     The rows are repeated where they arrive, and gradients of one id are summed there before they leave. A rank decides
-    for itself: others see fewer ids. Not run on a GPU yet, where the host waits for the number of different ids.
+    for itself: others see fewer ids. Not run on a GPU yet, where the host waits for the numbers of different ids.
 
-    features: of one lookup. deduplicated: those whose ids are sent once; others are as they were.
+    features: of one lookup, every id in range. num_rows: of those whose ids are sent once; others are as they were.
     """
 
-    def __init__(self, features: KeyedJaggedTensor, deduplicated: Set[str]) -> None:
+    def __init__(self, features: KeyedJaggedTensor, num_rows: Mapping[str, int]) -> None:
         keys = features.keys()
         self._lengths = dict(zip(keys, features.lengths().split(features.stride_per_key()), strict=True))
         self._ids = dict(zip(keys, features.values().split(features.length_per_key()), strict=True))
         self._places: dict[str, Tensor] = {}
-        sent = []
-        for key, ids in self._ids.items():
-            if key in deduplicated:
-                ids, self._places[key] = torch.unique(ids, return_inverse=True)
-            sent.append(ids)
-        counts = list(map(len, sent))
+        sent = dict(self._ids)
+        once = [key for key in keys if key in num_rows]
+        if once:
+            # All features in one: the host waits for the number of different ids.
+            ends = tuple(accumulate(num_rows[key] for key in once))
+            shifted = [self._ids[key].long() + (end - num_rows[key]) for key, end in zip(once, ends, strict=True)]
+            distinct, places = torch.unique(torch.cat(shifted), return_inverse=True)
+            first = 0
+            place_ends = torch.searchsorted(distinct, kept_on_device(ends, distinct.device)).tolist()
+            parts = places.split([len(self._ids[key]) for key in once])
+            for key, end, part, place_end in zip(once, ends, parts, place_ends, strict=True):
+                self._places[key] = part - first
+                sent[key] = distinct[first:place_end] - (end - num_rows[key])
+                first = place_end
+        counts = list(map(len, sent.values()))
         self.sent = KeyedJaggedTensor(
             keys=keys,
-            values=torch.cat(sent),
-            lengths=torch.tensor(counts, dtype=features.lengths().dtype, device=features.values().device),
+            values=torch.cat(list(sent.values())).to(features.values().dtype),
+            lengths=on_device_of(features.lengths(), counts),
             stride=1,  # which rows belong to which example is known here
             length_per_key=counts,
         )

@@ -21,7 +21,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from lightning_distrec.errors import IdsError, ShardingError
 from lightning_distrec.recorded_step import LateWeights
-from lightning_distrec.sharding.calls import check_batch
+from lightning_distrec.sharding.calls import Extremes, begin_check
 from lightning_distrec.sharding.lookup.jagged import contiguous, in_order, with_ids, with_weights
 from lightning_distrec.sharding.lookup.lazy_outputs import BackwardOrder, PooledEmbeddings
 from lightning_distrec.sharding.lookup.lookup_setup import LookupSetup
@@ -29,6 +29,9 @@ from lightning_distrec.sharding.lookup.request import LookupRequest
 from lightning_distrec.sharding.lookup.weights_exchange import with_places
 from lightning_distrec.sharding.tables import feature_names, output_names, smallest_tables
 from lightning_distrec.sharding.weights.shard_access import without_guards
+
+BegunFeatures = tuple[KeyedJaggedTensor, Tensor | None, Callable[[], Extremes]]
+"""Features of a call, the weights that count, and what ends their check."""
 
 
 class LookupInputs:
@@ -49,14 +52,8 @@ class LookupInputs:
         self._limits = {feature: table.num_ids for feature, table in self._table_of_feature.items()}
         self._warned = False
 
-    def prepare(self, features: Any) -> tuple[KeyedJaggedTensor, Tensor | None, IdsError | None]:
-        """Return the features, weights that follow them, and the error for all ranks to raise, if any.
-
-        The features have the weights that count, in the order that torchrec knows, and every id in range. Of weights
-        that follow their ids they have the places; see weights_exchange.py.
-        Raises ShardingError: no KeyedJaggedTensor, a feature is missing, or weights are missing. Raises IdsError:
-        lengths, offsets, weights or types do not fit the ids.
-        """
+    def begin(self, features: Any) -> BegunFeatures:
+        """Begin to check features. Raises ShardingError: no KeyedJaggedTensor, or weights are missing."""
         if not isinstance(features, KeyedJaggedTensor):
             features = maybe_td_to_kjt(features)  # as unsharded, of a TensorDict; any other object stays as it is
         if not isinstance(features, KeyedJaggedTensor):
@@ -65,7 +62,18 @@ class LookupInputs:
                 "or a TensorDict."
             )
         weights = self._weights(features)
-        smallest, largest = check_batch(self._name, features, weights, self._limits)
+        return features, weights, begin_check(self._name, features, weights, self._limits)
+
+    def prepare(self, begun: BegunFeatures) -> tuple[KeyedJaggedTensor, Tensor | None, IdsError | None]:
+        """Return the features, weights that follow them, and the error for all ranks to raise, if any.
+
+        The features have the weights that count, in the order that torchrec knows, and every id in range. Of weights
+        that follow their ids they have the places; see weights_exchange.py. Waits for a GPU.
+        Raises ShardingError: a feature is missing. Raises IdsError: lengths, offsets, weights or types do not fit the
+        ids.
+        """
+        features, weights, end_check = begun
+        smallest, largest = end_check()
         # Only now: what makes a copy of the features, or permutes them, trusts their lengths.
         if weights is None and features.weights_or_none() is not None:
             features = with_weights(features, None)

@@ -31,7 +31,7 @@ from lightning_distrec.sharding.lookup.lazy_outputs import (
     PooledEmbeddings,
     SecondGradients,
 )
-from lightning_distrec.sharding.lookup.lookup_formats import LookupInputs, LookupOutputs
+from lightning_distrec.sharding.lookup.lookup_formats import BegunFeatures, LookupInputs, LookupOutputs
 from lightning_distrec.sharding.lookup.lookup_setup import LookupSetup
 from lightning_distrec.sharding.lookup.request import LookupConsensus, LookupRequest, form_of
 from lightning_distrec.sharding.lookup.short_path import short_path_of
@@ -56,11 +56,14 @@ class ShardedLookup:
         tables, uses = setup.tables, setup.uses
         self.outputs = LookupOutputs(setup)
         self.second_gradients = SecondGradients(setup.path, [t.full_name for t in tables if not uses[t.name].adds_up])
-        self._inputs = LookupInputs(setup)
+        self.inputs = LookupInputs(setup)
         self._agrees_first = setup.needs_equal_batches or (setup.groups is not None and setup.groups.num_replicas > 1)
         self._weights_exchange = WeightsExchange(setup, self.second_gradients)
-        planned_once = (table for table in tables if uses[table.name].deduplicated)
-        self._deduplicated = frozenset(feature for table in planned_once for feature in table.config.feature_names)
+        self._deduplicated: dict[str, int] = {}
+        """Feature whose ids are sent once -> number of rows."""
+        for table in tables:
+            if uses[table.name].deduplicated:
+                self._deduplicated |= dict.fromkeys(table.config.feature_names, table.num_ids)
         self._lazy_outputs: list[LazyOutput] = []
         self._consensus = LookupConsensus(setup.path, setup.ranks)
         self._kernels = fbgemm_kernels(setup.sharded)
@@ -84,9 +87,9 @@ class ShardedLookup:
             self.meet_ranks(self.path)
         with LIBRARY_OPERATIONS:
             try:
-                request = self.prepare(make_features())
+                request = self.prepare(self.inputs.begin(make_features()))
             except Exception as problem:  # the others are on their way into the exchange, and must learn of it there
-                request = LookupRequest(lookup=self, features=self._inputs.empty(), problem=problem)
+                request = LookupRequest(lookup=self, features=self.inputs.empty(), problem=problem)
             if self._agrees_first:  # sizes must be known before ids are sent, or the exchange does not reach all ranks
                 request.sizes = self._consensus.agree(request)
             exchange = IdsExchange([request], self._consensus.values_to_send(request))
@@ -97,10 +100,14 @@ class ShardedLookup:
             self.note_call(request)
             return self.look_up(request)
 
-    def prepare(self, features: Any) -> LookupRequest:
-        """Return the lookup of `features`, of which nothing has left this rank. Raises ShardingError as a call does."""
+    def prepare(self, begun: BegunFeatures, is_ahead: bool = False) -> LookupRequest:
+        """Return the lookup of features, of which nothing has left this rank. Raises ShardingError as a call does.
+
+        is_ahead: of a step. It goes the short path where it can: a control message brings the numbers of ids before
+        they are sent.
+        """
         try:
-            features, late_weights, problem = self._inputs.prepare(features)
+            features, late_weights, problem = self.inputs.prepare(begun)
             if self.setup.mapped is not None:
                 features = self.setup.mapped.sent(features)
             bags = distinct = None
@@ -108,13 +115,13 @@ class ShardedLookup:
             if self.setup.pooled and (is_variable or features.inverse_indices_or_none() is not None):
                 features, bags = self._share_bags(features)
         except IdsError as error:
-            return LookupRequest(lookup=self, features=self._inputs.empty(), problem=error)
+            return LookupRequest(lookup=self, features=self.inputs.empty(), problem=error)
         # Batch sizes per feature do not leave the rank where each id gets a row: unsharded, the rows of a feature are
         # those of its own bags, while torchrec's sharded module spreads them by inverse_indices.
         if self._deduplicated or (is_variable and not self.setup.pooled):
             distinct = DistinctIds(features, self._deduplicated)
         form = form_of(features if distinct is None else distinct.sent, late_weights is not None)
-        return LookupRequest(
+        request = LookupRequest(
             lookup=self,
             features=features,
             problem=problem,
@@ -123,6 +130,10 @@ class ShardedLookup:
             distinct=distinct,
             bags=bags,
         )
+        # Whether features have weights, or unequal batch sizes, is a part of the form that ranks agree on (request.py).
+        if is_ahead and self.short_path is not None and features.weights_or_none() is None and not is_variable:
+            request.short = self.short_path.prepare(features)
+        return request
 
     def _share_bags(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, SharedBags | None]:
         """Return features as their bags are sent, and what expands these to examples; None: torchrec's module does."""
@@ -133,16 +144,6 @@ class ShardedLookup:
             return bags.ordered(prepare_unequal_batches(self.setup.sharded)), None
         # Other kernels and sharding types take one batch size.
         return bags.padded(), bags
-
-    def prepare_ahead(self, features: Any) -> LookupRequest:
-        """Return the same for a lookup that is prefetched, which goes the short path where it can."""
-        request = self.prepare(features)
-        # Only ahead of a step: a control message must have brought the numbers of ids before they are sent.
-        # Whether features have weights, or unequal batch sizes, is a part of the form that ranks agree on (request.py).
-        sent = request.features
-        if self.short_path is not None and sent.weights_or_none() is None and not sent.variable_stride_per_key():
-            request.short = self.short_path.prepare(sent)
-        return request
 
     def pad(self, request: LookupRequest) -> None:
         """Pad this rank's batch to the largest of all ranks where it must be; `request.sizes` is known then."""

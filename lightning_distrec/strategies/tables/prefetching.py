@@ -34,6 +34,7 @@ from lightning_distrec.prefetch.sources import BatchRoots, has_same_leaves
 from lightning_distrec.prefetch.step_calls import Learner
 from lightning_distrec.recorded_step import LIBRARY_OPERATIONS, LateWeights
 from lightning_distrec.sharding.lookup.ids_exchange import start_exchange
+from lightning_distrec.sharding.lookup.lookup_formats import BegunFeatures
 from lightning_distrec.sharding.lookup.request import LookupRequest
 from lightning_distrec.sharding.lookup.sharded_lookup import LookedUp, ShardedLookup
 from lightning_distrec.sharding.proxies import ShardedProxy
@@ -94,16 +95,23 @@ class PrefetchableTable:
         # Learning rates are read from the param groups, not from the kernels, which some ranks do not have.
         groups = [group for name in names if (group := tables.updates[name].param_group) is not None]
         self._param_groups = list({group.label: group for group in groups}.values())
+        self.on_gpu = streams.on_gpu
+        """Whether a call is only begun when its batch is drawn, and prepared when its copy has arrived."""
         self.exchanges_counts = lookup.short_path is not None
         """Whether ranks know how many ids they get before these are sent; alike on all ranks."""
         # Whether rows may be looked up before the call. Ids are mapped once, in the order of the calls; FBGEMM's Adam
         # counts forwards, so that one whose rows are not used would count too much.
         self.early = lookup.setup.mapped is None and all(tables.updates[name].kind != "fused_lazy" for name in names)
 
-    def prepare(self, arguments: tuple[Any, ...]) -> LookupRequest:
-        """Return the lookup of a call with these arguments; nothing leaves the rank."""
+    def begin(self, arguments: tuple[Any, ...]) -> BegunFeatures:
+        """Begin to check the ids of a call with these arguments."""
         with torch.no_grad():
-            request = self._lookup.prepare_ahead(self._proxy.features(*arguments))
+            return self._lookup.inputs.begin(self._proxy.features(*arguments))
+
+    def prepare(self, begun: BegunFeatures) -> LookupRequest:
+        """Return the lookup of such a call; nothing leaves the rank. Waits for a GPU."""
+        with torch.no_grad():
+            request = self._lookup.prepare(begun, is_ahead=True)
         if request.late_weights is not None and not isinstance(request.late_weights, LateWeights):
             request.problem = ShardingError(
                 f"'{self._lookup.path}' is called with ids whose weights need a gradient and were computed before the "

@@ -12,8 +12,11 @@ from tests.support.host_cuda.building import CannotBuild
 from tests.support.limits import LIMIT_SECONDS
 
 ROOT = Path(__file__).parents[3]
-LIMITS = {"prefetched": 1, "prefetched, logged": 1, "not prefetched": 15}
-"""Waits in a step that are ours to mend. With prefetching, for all numbers of a batch's ids at once."""
+LIMITS = {"prefetched, logged": 1, "rows sent once": 14}
+"""Waits in a step, contender by contender. On the short path there is one, for all numbers of a batch's ids.
+
+Of the last one, two are for different ids, however many features there are, and one is the model's own.
+"""
 BACKWARD = "a thread of the device"
 """What waits in backward, of any model with these tables: FBGEMM."""
 
@@ -26,7 +29,7 @@ def per_step(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, fl
         variables = environment(devices=2)
     except CannotBuild as error:
         pytest.skip(str(error))
-    command = [sys.executable, "-m", "tests.support.counted_waits", str(path)]
+    command = [sys.executable, "-m", "tests.support.counted_waits", str(path), *LIMITS, "TorchRec"]
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=LIMIT_SECONDS)
     assert done.returncode == 0, done.stderr[-3000:]
     counts = json.loads(path.read_text())
@@ -40,6 +43,5 @@ def test_a_step_waits_no_more_often_than_torchrecs_pipeline(per_step: dict[str, 
     total_of_torchrec = sum(per_step.pop("TorchRec").values())
     assert total_of_torchrec > 0
     for name, limit in LIMITS.items():
-        # What is read now and then, less than once in a step, is left out.
-        waits = {place: number for place, number in per_step[name].items() if number >= 1}
+        waits = {place: int(number) for place, number in per_step[name].items()}  # one of a few steps is left out
         assert 0 < sum(waits.values()) <= limit <= total_of_torchrec, (name, waits)

@@ -6,20 +6,21 @@ import pytest
 import torch
 from torchrec import KeyedJaggedTensor
 
-from lightning_distrec import gpu
 from lightning_distrec.errors import IdsError
-from lightning_distrec.sharding.calls import NO_IDS, check_batch
+from lightning_distrec.gpu import HostCopy
+from lightning_distrec.sharding.calls import NO_IDS, begin_check, check_batch
 from tests.support.host_cuda.following import followed_device
 
 LIMITS = {"a": 10, "b": 100}
 
 
-def features(*ids: int, lengths: tuple[int, ...] = (1, 2, 0, 3)) -> KeyedJaggedTensor:
-    return KeyedJaggedTensor(
-        keys=["a", "b", "c"][: len(lengths) // 2], values=torch.tensor(ids), lengths=torch.tensor(lengths)
-    )
+def features(*ids: int, lengths: tuple[int, ...] = (1, 2, 0, 3), device: str = "cuda") -> KeyedJaggedTensor:
+    keys = ["a", "b", "c"][: len(lengths) // 2]
+    values, bags = torch.tensor(ids, device=device), torch.tensor(lengths, device=device)
+    return KeyedJaggedTensor(keys=keys, values=values, lengths=bags)
 
 
+@pytest.mark.host_cuda
 @pytest.mark.parametrize(
     ("ids", "actual"),
     [
@@ -31,28 +32,32 @@ def features(*ids: int, lengths: tuple[int, ...] = (1, 2, 0, 3)) -> KeyedJaggedT
     ],
 )
 def test_extreme_ids_are_told_where_one_is_out_of_range(ids: tuple[int, ...], actual: tuple[int, int]) -> None:
-    with patch.object(gpu, "is_on_gpu", lambda tensor: True):
-        assert check_batch("it", features(*ids), None, LIMITS) == actual
-    assert check_batch("it", features(*ids), None, LIMITS) == (min(ids), max(ids)), "a CPU reads them at once"
+    assert check_batch("it", features(*ids), None, LIMITS) == actual
+    on_cpu = features(*ids, device="cpu")
+    assert check_batch("it", on_cpu, None, LIMITS) == (min(ids), max(ids)), "a CPU reads them at once"
 
 
+@pytest.mark.host_cuda
 def test_features_that_no_table_knows_have_no_limit() -> None:
-    with patch.object(gpu, "is_on_gpu", lambda tensor: True):
-        assert check_batch("it", features(1, 1, 2**40, lengths=(1, 0, 1, 0, 1, 0)), None, LIMITS) == NO_IDS
+    assert check_batch("it", features(1, 1, 2**40, lengths=(1, 0, 1, 0, 1, 0)), None, LIMITS) == NO_IDS
 
 
+@pytest.mark.host_cuda
 def test_lengths_that_do_not_add_up_are_an_error_all_the_same() -> None:
-    with patch.object(gpu, "is_on_gpu", lambda tensor: True), pytest.raises(IdsError, match="its lengths add up to 3"):
+    with pytest.raises(IdsError, match="its lengths add up to 3"):
         check_batch("it", features(1, 2, 3, 4, 5, lengths=(1, 0, 2, 0)), None, LIMITS)
 
 
 @pytest.mark.host_cuda
 def test_the_host_waits_once() -> None:
-    batches = [features(0, 9, 5, 10, 99, 50).to(torch.device("cuda")) for _ in range(2)]
-    check_batch("it", batches[0], None, LIMITS)
-    with followed_device() as found:
-        check_batch("it", batches[1], None, LIMITS)
-    assert len(found.waits) == 1, found.waits
+    check_batch("it", features(0, 9, 5, 10, 99, 50), None, LIMITS)  # limits are copied to the device once
+    batch = features(0, 9, 5, 10, 99, 50)
+    with followed_device() as found, patch.object(HostCopy, "read", autospec=True, side_effect=HostCopy.read) as read:
+        end_check = begin_check("it", batch, None, LIMITS)
+        assert not read.called, "the batch may still be copied"
+        assert end_check() == NO_IDS
+    assert read.call_count == 1
+    assert not found.waits, "for an event only"
 
 
 @pytest.mark.parametrize(
