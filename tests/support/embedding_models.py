@@ -124,7 +124,7 @@ def whole_state(model: pl.LightningModule) -> dict[str, Tensor]:
     """Collective. Return a copy of the state with whole tables on rank 0, under any strategy."""
     strategy = model.trainer.strategy
     state = strategy.full_state_dict() if hasattr(strategy, "full_state_dict") else model.state_dict()
-    return {key: value.clone() for key, value in state.items()}
+    return {key: value.clone().cpu() for key, value in state.items()}
 
 
 def train_unsharded(model: Any, batches: list[list[Any]]) -> Any:

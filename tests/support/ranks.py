@@ -249,7 +249,7 @@ def _results(
             last = _read(folder, rank, "stderr")[-2000:]
             problems.append(f"--- rank {rank} ended with exit code {process.exitcode}:\n{stack}{last}")
         else:
-            results.append(torch.load(out, weights_only=False))
+            results.append(torch.load(out, map_location="cpu", weights_only=False))
     if problems:
         raise RankFailed("\n".join(problems))
     return results
