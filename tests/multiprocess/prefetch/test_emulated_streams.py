@@ -138,8 +138,9 @@ def test_the_host_waits_less_often_for_ids_than_in_torchrecs_own_pipeline(emulat
     torchrec_counts = [[event for _, event, _ in step].count("tolist") for step in emulated[0][TORCHRECS][6:-3]]
     _, waits, _ = emulated[0]["a KeyedJaggedTensor in the batch"]
     prefetched_counts = [[stream for stream, event, _ in step if event].count(IDS) for step in steady_steps(waits)]
-    assert 0 < max(prefetched_counts) <= 3  # and one for an event, after the check of the ids
-    assert min(torchrec_counts) == 7
+    # 3 and 7; 2 and 3 with torchrec 1.6.1. Ours has one more for an event, after the check of the ids.
+    assert 0 < max(prefetched_counts) <= 3
+    assert max(prefetched_counts) < min(torchrec_counts) <= 7
 
 
 def test_the_host_waits_once_in_a_lookup_that_gives_ids_rows(emulated: Any) -> None:
