@@ -3,15 +3,15 @@
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakSet, ref
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torchrec.distributed.types import ShardedModule
 
 from lightning_distrec._compat.torch import apply_in_backward, in_backward_optimizers
 from lightning_distrec._compat.torchrec_modules import fill_weight
 from lightning_distrec.errors import ShardingError
+from lightning_distrec.module_shards import tables_of_modules
 from lightning_distrec.sharding.initial_weights import (
     TableShard,
     chunks_of,
@@ -64,7 +64,7 @@ class ShardedTables:
         self.state = SharedState(groups.sharding)
         self.originals = {table.collection: table.original for table in tables}
         """Path -> the unsharded collection, which holds no rows."""
-        self._root = ref(root)  # weak, as the keys of `_tables` are
+        self._root = ref(root)  # weak, as the keys of `tables_of_modules` are
         _sharded.update(sharded.values())
 
     def tables_of(self, path: str) -> list[Table]:
@@ -192,7 +192,7 @@ class ShardedTables:
 
     def put_proxies_back(self) -> None:
         """Put the proxies into the module, at first and to undo `put_originals_back`."""
-        _tables[self._module()] = self
+        tables_of_modules[self._module()] = self
         for path, original in self.originals.items():
             # User code that kept a reference to the original would look up rows that it does not hold: its forward is
             # hidden by one that raises, on this object only.
@@ -266,7 +266,7 @@ class ShardedTables:
     def _free_shards(self) -> None:
         # Proxies hold bound methods of torchrec's modules, and with them the kernels' memory: all must go.
         self.sharded, self.proxies, self.shards, self.kernels = {}, {}, {}, []
-        _tables.pop(self._module(), None)
+        tables_of_modules.pop(self._module(), None)
 
     def _module(self) -> nn.Module:
         root = self._root()
@@ -274,9 +274,6 @@ class ShardedTables:
         return root
 
 
-# Module -> its tables, by whichever strategy they were sharded. Weak, and beside the module: an attribute of the user's
-# module would be copied and pickled with it.
-_tables: WeakKeyDictionary[nn.Module, ShardedTables] = WeakKeyDictionary()
 _sharded: WeakSet[nn.Module] = WeakSet()
 """TorchRec's sharded modules that are in memory."""
 _without_rows: WeakSet[nn.Module] = WeakSet()
@@ -285,16 +282,7 @@ _without_rows: WeakSet[nn.Module] = WeakSet()
 
 def sharded_tables_of(root: nn.Module) -> ShardedTables | None:
     """Return the tables that are sharded in `root`, or None."""
-    return _tables.get(root)
-
-
-def holds_shards(module: nn.Module | None) -> bool:
-    """Return whether a module holds shards, of tables or under FSDP, or weights on the meta device: none can move."""
-    if module is None:
-        return False
-    # By its modules: a step that has failed leaves full parameters in some of them.
-    is_sharded = sharded_tables_of(module) is not None or any(isinstance(part, FSDPModule) for part in module.modules())
-    return is_sharded or any(parameter.is_meta for parameter in module.parameters())
+    return tables_of_modules.get(root)
 
 
 def has_unused_shards(root: nn.Module) -> bool:

@@ -393,6 +393,22 @@ BREAKAGES = (
         ("unit/sharding/test_batch_check.py",),
     ),
     Breakage(
+        "copies-waited-for",
+        "lightning_distrec/prefetch/in_flight_batch.py",
+        r"None if table\.on_gpu else ",
+        "",
+        "On a GPU each step waits for the copy of the batch that it has just drawn.",
+        ("unit/prefetch/test_in_flight_batch.py",),
+    ),
+    Breakage(
+        "ids-of-two-tables-are-one",
+        "lightning_distrec/sharding/lookup/jagged.py",
+        r"\.long\(\) \+ \(end - num_rows\[key\]\)",
+        ".long()",
+        "Features share their ids: rows of other tables are looked up.",
+        ("multiprocess/sharding/test_distinct_ids.py",),
+    ),
+    Breakage(
         "sizes-waited-for-early",
         "lightning_distrec/prefetch/prefetcher.py",
         r"if not current\.waiting and step\.message is None:",

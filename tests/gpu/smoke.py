@@ -15,6 +15,7 @@ import argparse
 import json
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -42,6 +43,9 @@ DEVICE = "cuda"
 NO_DEVICE = "There is no CUDA device on this machine: nothing was checked, and nothing has passed."
 OPTIMIZERS = {"Adagrad": {"lr": 0.02}, "SGD": {"lr": 0.1}, "Adam": {"lr": 0.001}}
 SLOWER_IN_HOST_MEMORY = 20
+SHOWN = 5
+"""Numbers of a part in its line."""
+SMALLEST = 1e-30
 
 
 def fits(device: str, small: bool) -> Found:
@@ -67,7 +71,8 @@ def waits(device: str, small: bool) -> Found:
     batches = Batches(1000, turn.steps, 0, batch_size=64 if small else 512)
     ours = waits_of_ours(turn, batches, torch.device(DEVICE), depth=3)
     torchrecs = waits_of_torchrec(turn, batches, torch.device(DEVICE))
-    found = Found(differences={"all, against TorchRec's": (ours.total(), torchrecs.total())})
+    per_step = [counts.total() / turn.counted for counts in (ours, torchrecs)]
+    found = Found(differences={"in a step, against TorchRec's": (per_step[0], per_step[1])})
     for name, counts in (("ours", ours), ("TorchRec's", torchrecs)):
         found.numbers |= {f"{name}: {place}": count / turn.counted for place, count in counts.items()}
     return found
@@ -148,12 +153,21 @@ def main() -> int:
 
 
 def line(name: str, result: dict[str, Any]) -> str:
-    """Return what a part has found, as one line."""
-    compared = [f"{what} {actual:.2g} (limit {limit:.2g})" for what, (actual, limit) in result["differences"].items()]
-    numbers = [f"{what} {number:.4g}" for what, number in result["numbers"].items()]
-    words = "; ".join([*compared, *numbers, *result["notes"]])
-    verdict = f"FAILED: {json.dumps(result['failed'])}" if result["failed"] else "passed"
-    return f"{name} ({result['seconds']:.0f} s) {verdict}. {words}"
+    """Return what a part has found, as one line: of what it compared, what is nearest to its limit. All is written."""
+    words = []
+    compared: dict[str, tuple[float, float]] = result["differences"]
+    if compared:
+        what, (actual, limit) = max(compared.items(), key=lambda item: item[1][0] / max(item[1][1], SMALLEST))
+        words.append(f"{what}: {actual:.2g} (limit {limit:.2g})")
+    if len(compared) > 1:
+        words.append(f"{len(compared) - 1} more below their limits" if not result["failed"] else "")
+    if len(result["numbers"]) <= SHOWN:
+        words += [f"{what}: {number:.4g}" for what, number in result["numbers"].items()]
+    verdict = "FAILED" if result["failed"] else "passed"
+    text = (
+        f"{name:<10} {verdict} in {result['seconds']:>2.0f} s.  {'; '.join(filter(None, [*words, *result['notes']]))}"
+    )
+    return text + textwrap.indent(f"\n{result['failed']}" if result["failed"] else "", "    ")
 
 
 def run(part: Part, small: bool) -> dict[str, Any]:

@@ -109,5 +109,5 @@ def test_what_a_gpu_is_checked_with_first_passes_on_a_device_in_host_memory(tmp_
     assert actual.keys() == PARTS.keys()
     # One line a part, and one about all.
     assert len(done.stdout.splitlines()) == len(PARTS) + 1
-    waits_of_ours, waits_of_torchrecs = actual["waits"]["differences"]["all, against TorchRec's"]
+    waits_of_ours, waits_of_torchrecs = actual["waits"]["differences"]["in a step, against TorchRec's"]
     assert 0 < waits_of_ours <= waits_of_torchrecs

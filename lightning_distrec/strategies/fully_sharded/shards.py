@@ -31,9 +31,9 @@ from lightning_distrec.checkpoint.lazy_tensors import materialized_as
 from lightning_distrec.chunks import refuse_module, refuse_pickling
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.kept_parameters import KeptParameter, kept_parameters, kept_up
+from lightning_distrec.module_shards import tables_of_modules
 from lightning_distrec.optimizers.gradient_hooks import note_replaced
 from lightning_distrec.optimizers.step_hooks import refuse_inexact_optimizers
-from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 
 
 def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
@@ -69,7 +69,7 @@ def refuse_sharded(module: nn.Module, strategy: str) -> None:
 
 def refuse_sharded_tables(module: nn.Module, strategy: str) -> None:
     """Raise ConfigError: an earlier run has sharded the module's tables, which would be averaged with unlike rows."""
-    if (tables := sharded_tables_of(module)) is not None:
+    if (tables := tables_of_modules.get(module)) is not None:
         raise ConfigError(
             f"{strategy}: tables of '{next(iter(tables.sharded))}' were sharded over the ranks by an earlier run under "
             "torchrec_sharded, and stay so. Call trainer.strategy.unshard() of that run first, or build a new module."

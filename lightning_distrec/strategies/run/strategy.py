@@ -30,9 +30,9 @@ from lightning_distrec.cluster.host_resources import THREADS_VARIABLE
 from lightning_distrec.cluster.launched import Launched
 from lightning_distrec.cluster.rendezvous import name_in_store
 from lightning_distrec.errors import ConfigError, DistRecError, ShardingError
+from lightning_distrec.module_shards import holds_shards
 from lightning_distrec.option_values import as_options, parse_timeout
 from lightning_distrec.prefetch.even_batches import UnevenInputs, choose_repeats, even, join_predictions
-from lightning_distrec.sharding.sharded_tables import holds_shards
 from lightning_distrec.strategies.checkpoints.checkpoint_io import refuse_checkpoint_io
 from lightning_distrec.strategies.checkpoints.resuming import FIT_NUMBERS, JobFit, Resuming, run_name
 from lightning_distrec.strategies.data_parallel.gradient_exchange import name_option

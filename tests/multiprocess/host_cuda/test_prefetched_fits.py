@@ -150,8 +150,9 @@ def test_the_host_waits_less_often_for_ids_than_in_torchrecs_own_pipeline(follow
     ours, torchrecs = steady_steps(waits), followed[0][TORCHRECS][6:-3]
     counts = [[(is_of_ids(stream), event) for stream, event, _ in step] for step in (*ours, *torchrecs)]
     reads = [step.count((True, "copy to the host")) for step in counts]
-    assert max(reads[: len(ours)]) == 3  # and one for an event, after the check of the ids
-    assert min(reads[len(ours) :]) == 7
+    # 3 and 7; 2 and 3 with torchrec 1.6.1. Ours has one more for an event, after the check of the ids.
+    assert 0 < max(reads[: len(ours)]) <= 3
+    assert max(reads[: len(ours)]) < min(reads[len(ours) :]) <= 7
 
 
 def test_the_host_waits_once_in_a_lookup_that_gives_ids_rows(followed: Any) -> None:

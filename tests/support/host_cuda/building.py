@@ -14,7 +14,7 @@ UNITS = ("memory.cpp", "device.cpp", "fallback.cpp", "exchanges.cpp")
 
 
 class CannotBuild(RuntimeError):
-    """There is no compiler, or it failed."""
+    """There is no compiler, or it failed; or torch has CUDA."""
 
 
 def torch_folder() -> Path:
@@ -28,6 +28,8 @@ def torch_folder() -> Path:
 def library() -> Path:
     """Return the library, built once for a version of torch and of the sources. Raises CannotBuild."""
     torch = torch_folder()
+    if (torch / "lib" / "libtorch_cuda.so").exists():
+        raise CannotBuild("this torch is built for CUDA; a CUDA device in host memory needs a CPU build")
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "host_cuda"
     built = cache / f"libhostcuda-{_digest(torch, *UNITS)}.so"
     if not built.exists():
