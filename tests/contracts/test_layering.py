@@ -15,7 +15,7 @@ MAX_LINES = 400
 
 ROOMS = {"cluster", "sharding", "optimizers", "prefetch", "checkpoint"}
 GROUND = {"errors", "versions", "ranks", "spans", "chunks", "host_memory", "gpu", "units", "atomic_files", "_compat"}
-GROUND |= {"batches", "option_values", "kept_parameters", "pytorch_lightning", "recorded_step"}
+GROUND |= {"batches", "option_values", "kept_parameters", "module_shards", "pytorch_lightning", "recorded_step"}
 SHARDING = {
     "sharding",
     "sharding/mapping",
@@ -43,6 +43,7 @@ MAY_IMPORT = {
     "ranks": set(),
     "chunks": {"errors"},
     "kept_parameters": {"errors"},
+    "module_shards": set(),
     "host_memory": set(),
     "gpu": {"errors"},
     "units": {"errors"},
