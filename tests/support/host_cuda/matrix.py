@@ -87,6 +87,8 @@ CASES: dict[str, Case] = {
     "bags, Adam": Case(optimizer=ADAM),
     "bags, table-row-wise": Case(options={"sharding_types": ["table_row_wise"]}),
     "bags, column-wise": Case(options={"sharding_types": ["column_wise"]}),
+    "bags, replicated": Case(options={"sharding_types": ["data_parallel"]}),
+    "bags, replicated, SGD": Case(optimizer=SGD, options={"sharding_types": ["data_parallel"]}),
     "bags, weighted": Case(model=Weighted),
     "sequences, Adagrad": Case(model=SequencesEvaluated),
     "sequences, Adam, row-wise": Case(SequencesEvaluated, ADAM, {"sharding_types": ["row_wise"]}),
