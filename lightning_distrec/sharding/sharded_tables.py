@@ -27,6 +27,7 @@ from lightning_distrec.sharding.sharders import ShardingByTable
 from lightning_distrec.sharding.sharding_groups import ShardingGroups, do_nothing
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.sharding.weights.shard_access import SharedState, rewriting
+from lightning_distrec.sharding.weights.shard_weight import ShardWeight
 
 
 class ShardedTables:
@@ -292,9 +293,9 @@ def holds_shards(module: nn.Module | None) -> bool:
     """Return whether a module holds shards, of tables or under FSDP, or weights on the meta device: none can move."""
     if module is None:
         return False
-    # By its modules: a step that has failed leaves full parameters in some of them.
+    # Another module's tables are known by their weights; FSDP's modules even where a step that failed left them full.
     is_sharded = sharded_tables_of(module) is not None or any(isinstance(part, FSDPModule) for part in module.modules())
-    return is_sharded or any(parameter.is_meta for parameter in module.parameters())
+    return is_sharded or any(weight.is_meta or isinstance(weight, ShardWeight) for weight in module.parameters())
 
 
 def has_unused_shards(root: nn.Module) -> bool:
