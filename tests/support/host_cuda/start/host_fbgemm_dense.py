@@ -1,4 +1,7 @@
-"""FBGEMM's lookup whose rows get a gradient, in a reference form: its CPU wheel's has none for a device."""
+"""FBGEMM's operators whose gradients its CPU wheel makes for the CPU alone, in a reference form.
+
+They are the lookup whose rows get a gradient, and the permutation of pooled columns.
+"""
 
 from typing import Any
 
@@ -59,9 +62,21 @@ class _Lookup(torch.autograd.Function):
         return rows, per_id, None
 
 
+def _columns(offsets: Tensor, order: Tensor) -> Tensor:
+    """Return which columns a permutation takes. offsets: where each feature's begin; order: which features."""
+    ranges = [torch.arange(int(offsets[feature]), int(offsets[feature + 1])) for feature in order.tolist()]
+    return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64)
+
+
+def _permute(pooled: Tensor, offsets: Tensor, order: Tensor, *_: Tensor) -> Tensor:
+    return pooled.index_select(1, torch.ops.host_cuda.columns(offsets, order))
+
+
 def install() -> None:
-    """Give FBGEMM, whose operators are loaded, the lookup."""
+    """Give FBGEMM, whose operators are loaded, the lookup and the permutation."""
     own = torch.library.Library("host_cuda", "FRAGMENT")
+    own.define("columns(Tensor offsets, Tensor order) -> Tensor")
+    own.impl("columns", _columns, "CPU")
     own.define(
         "row_gradient(Tensor[] weights, Tensor[] bags, Tensor locations, Tensor? per_id, Tensor? trained, "
         "Tensor gradient, int[] numbers) -> Tensor"
@@ -78,4 +93,5 @@ def install() -> None:
 
     fbgemm = torch.library.Library("fbgemm", "IMPL")
     fbgemm.impl(name, look_up, "AutogradCUDA")
+    fbgemm.impl("permute_pooled_embs_auto_grad_split", _permute, "AutogradCUDA")
     host_fbgemm.libraries.extend([own, fbgemm])
