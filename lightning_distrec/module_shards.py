@@ -17,4 +17,5 @@ def holds_shards(module: nn.Module | None) -> bool:
         return False
     # By its modules: a step that has failed leaves full parameters in some of them.
     is_sharded = module in tables_of_modules or any(isinstance(part, FSDPModule) for part in module.modules())
-    return is_sharded or any(parameter.is_meta for parameter in module.parameters())
+    # A part of another module may be sharded there: guarded weights have a place.
+    return is_sharded or any(weight.is_meta or hasattr(weight, "place") for weight in module.parameters())

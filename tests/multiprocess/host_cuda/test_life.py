@@ -78,6 +78,24 @@ def test_a_module_that_another_strategy_refuses_stays_on_its_devices(
         assert "cpu" not in places
 
 
+def borrow_tables() -> str:
+    """Return what a module raises that takes the sharded tables of another one."""
+    module, batches = seeded(EvaluatedModel, torch.optim.SGD, {"lr": 1.0}), rank_loader(2, rank_and_num_ranks()[0])
+    trainer_of(STRATEGIES["tables"](), "gpu").fit(module, batches)
+    borrower = seeded(EvaluatedModel, torch.optim.SGD, {"lr": 1.0})
+    borrower.ebc = module.ebc
+    try:
+        trainer_of(STRATEGIES["tables"](), "gpu").validate(borrower, batches, verbose=False)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_tables_of_another_module_are_refused_and_stay_on_their_devices(devices: DeviceRanks) -> None:
+    for words in results_of(devices, borrow_tables):
+        assert words.startswith("ShardingError: 'ebc' was sharded as a part of another LightningModule")
+
+
 def predict_under_ddp(accelerator: str) -> list[Tensor]:
     """Predict a module by ddp_tuned that torchrec_sharded has sharded."""
     module, batches = seeded(EvaluatedModel, torch.optim.SGD, {"lr": 1.0}), rank_loader(2, rank_and_num_ranks()[0])

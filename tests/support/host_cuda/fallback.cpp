@@ -118,6 +118,7 @@ class Call {
   }
 
   void run() {
+    check_gradient();
     place_tables();
     for (size_t i = 0; i < schema_.arguments().size(); i++) convert_argument(i);
     TORCH_CHECK(!(has_host_ && device_ >= 0 && !pairs_.empty() && !may_mix(name_)),
@@ -140,6 +141,17 @@ class Call {
   }
 
  private:
+  // FBGEMM makes graphs within some of its CPU's kernels, which see nothing that needs a gradient.
+  void check_gradient() const {
+    if (name_.rfind("fbgemm::", 0) != 0 || !GradMode::is_enabled()) return;
+    for (auto key : {DispatchKey::Autograd, DispatchKey::AutogradCUDA})
+      if (op_.hasKernelForDispatchKey(key)) return;
+    for (size_t i = 0; i < schema_.arguments().size(); i++) {
+      const IValue& value = stack_[first_ + i];
+      bool needs_gradient = value.isTensor() && value.toTensor().defined() && value.toTensor().requires_grad();
+      TORCH_CHECK(!needs_gradient, name_, " has no gradient on the CUDA device in host memory");
+    }
+  }
   // FBGEMM's kernels take weights and states in one of several places. On a device the host's is empty, and the CPU's
   // kernel reads that one.
   void place_tables() {

@@ -85,6 +85,11 @@ def _offloaded(**changes: Any) -> Case:
 ADAM, SGD = torch.optim.Adam, torch.optim.SGD
 DYNAMIC = {"ids": "dynamic", "rows": 24, "buckets": 6}
 SERIES = {"every": 2, "full_every": 100, "keep": 10}
+MIXED = {
+    "wide": {"sharding_types": ["row_wise"]},
+    "narrow": {"sharding_types": ["column_wise"], "min_partition": 4},
+    "shared": {"sharding_types": ["data_parallel"]},
+}
 CASES: dict[str, Case] = {
     "bags, Adagrad": Case(),
     "bags, SGD, row-wise": Case(optimizer=SGD, options={"sharding_types": ["row_wise"]}),
@@ -92,6 +97,9 @@ CASES: dict[str, Case] = {
     "bags, Adam": Case(optimizer=ADAM),
     "bags, table-row-wise": Case(options={"sharding_types": ["table_row_wise"]}),
     "bags, column-wise": Case(options={"sharding_types": ["column_wise"]}),
+    "bags, replicated": Case(options={"sharding_types": ["data_parallel"]}),
+    "bags, replicated, SGD": Case(optimizer=SGD, options={"sharding_types": ["data_parallel"]}),
+    "bags, replicated and by columns": Case(options={"tables": MIXED}),
     "bags, weighted": Case(model=Weighted),
     "sequences, Adagrad": Case(model=SequencesEvaluated),
     "sequences, Adam, row-wise": Case(SequencesEvaluated, ADAM, {"sharding_types": ["row_wise"]}),

@@ -313,8 +313,10 @@ def _after_c10d() -> None:
 
 def _after_fbgemm() -> None:
     import host_fbgemm
+    import host_fbgemm_dense
 
     host_fbgemm.install()
+    host_fbgemm_dense.install()
 
 
 BEFORE = {"torch": load_library, "torch.cuda": _before_cuda}

@@ -21,7 +21,7 @@ MEAN, NONE = 1, 2
 HAS_KERNEL = ("sgd", "adagrad", "rowwise_adagrad")
 """Optimizers of the CPU wheel."""
 
-_libraries: list[Any] = []
+libraries: list[Any] = []
 
 
 # ---- what an update is
@@ -89,7 +89,7 @@ class Feature:
         return self.outputs[:, None] + torch.arange(self.dim)
 
 
-def _features(bags: list[Tensor], pooling: int, max_dim: int) -> Iterator[Feature]:
+def features(bags: list[Tensor], pooling: int, max_dim: int) -> Iterator[Feature]:
     """bags: ids, offsets, columns where features begin, and three tensors of variable batches, else none."""
     ids, offsets, columns, *variable = bags
     num_features = len(columns) - 1
@@ -142,7 +142,7 @@ class Rows:
 
     def read(self, place: tuple[int, int], ids: Tensor, slots: Tensor, dim: int) -> Tensor:
         """Return a copy of rows."""
-        weights = _table(self.weights, place, dim)[ids].float()
+        weights = table_at(self.weights, place, dim)[ids].float()
         is_cached = slots >= 0
         if is_cached.any():
             weights[is_cached] = self.weights[4][slots[is_cached], :dim].float()
@@ -151,13 +151,13 @@ class Rows:
     def write(self, place: tuple[int, int], ids: Tensor, slots: Tensor, rows: Tensor) -> None:
         """Put rows where they were read."""
         is_cached, dim = slots >= 0, rows.shape[1]
-        table, cache = _table(self.weights, place, dim), self.weights[4]
+        table, cache = table_at(self.weights, place, dim), self.weights[4]
         table[ids[~is_cached]] = rows[~is_cached].to(table.dtype)
         if is_cached.any():
             cache[slots[is_cached], :dim] = rows[is_cached].to(cache.dtype)
 
 
-def _table(tensors: list[Tensor], place: tuple[int, int], dim: int) -> Tensor:
+def table_at(tensors: list[Tensor], place: tuple[int, int], dim: int) -> Tensor:
     """Return the rows that begin at a place, and all that come after them there. tensors: device's, host's."""
     flat = tensors[0 if place[0] == DEVICE else 1].flatten()[place[1] :]
     return flat[: len(flat) // dim * dim].view(-1, dim)
@@ -168,9 +168,9 @@ def _look_up(
 ) -> Tensor:
     pooling, max_dim, dtype, *shape = numbers
     rows, result = Rows(weights, locations), torch.zeros(shape, dtype=torch.float32)
-    for feature in _features(bags, pooling, max_dim):
+    for feature in features(bags, pooling, max_dim):
         looked_up = rows.read(rows.place(feature), feature.ids, rows.slots(feature), feature.dim)
-        looked_up *= _factors(feature, pooling, per_id)[:, None]
+        looked_up *= factors(feature, pooling, per_id)[:, None]
         pooled = torch.zeros(len(feature.lengths), feature.dim, dtype=torch.float32).index_add_(
             0, feature.bags, looked_up
         )
@@ -178,14 +178,12 @@ def _look_up(
     return result.to(DTYPES[dtype])
 
 
-def _factors(feature: Feature, pooling: int, per_id: Tensor | None) -> Tensor:
+def factors(feature: Feature, pooling: int, per_id: Tensor | None) -> Tensor:
     """Return what each id's row counts in its bag."""
-    factors = (
-        torch.ones(len(feature.ids), dtype=torch.float32)
-        if per_id is None
-        else per_id[feature.first :][: len(feature.ids)].float()
-    )
-    return factors / feature.lengths[feature.bags] if pooling == MEAN else factors
+    counts = torch.ones(len(feature.ids), dtype=torch.float32)
+    if per_id is not None:
+        counts = per_id[feature.first :][: len(feature.ids)].float()
+    return counts / feature.lengths[feature.bags] if pooling == MEAN else counts
 
 
 def _update(
@@ -205,9 +203,9 @@ def _update(
     # By id of the call; or, where rows are fetched ahead, by row: of the tables in their order, each once.
     rows, num_seen = Rows(weights, locations[:0] if are_unique else locations), 0
     parts: dict[tuple[int, int], list[tuple[int, Tensor, Tensor, Tensor]]] = {}
-    for feature in _features(bags, pooling, max_dim):
+    for feature in features(bags, pooling, max_dim):
         grads = gradient.reshape(-1)[feature.columns()].float()[feature.bags]
-        grads *= _factors(feature, pooling, per_id)[:, None]
+        grads *= factors(feature, pooling, per_id)[:, None]
         part = feature.number, feature.ids, rows.slots(feature), grads
         parts.setdefault(rows.place(feature), []).append(part)
     is_rowwise = ROWWISE_STATES.get(name, (False, False))
@@ -222,7 +220,7 @@ def _update(
             slots = locations[num_seen : num_seen + len(ids)].long()
             num_seen += len(ids)
         tables = [
-            _table(state, (int(state[2][number]), int(state[3][number])), 1 if by_row else dim)
+            table_at(state, (int(state[2][number]), int(state[3][number])), 1 if by_row else dim)
             for state, by_row in zip((state1, state2), is_rowwise, strict=False)
             if state
         ]
@@ -238,11 +236,11 @@ def _per_id_gradient(
 ) -> Tensor:
     pooling, max_dim = numbers
     rows, result = Rows(weights, locations), torch.zeros(len(bags[0]), dtype=torch.float32)
-    for feature in _features(bags, pooling, max_dim):
+    for feature in features(bags, pooling, max_dim):
         looked_up = rows.read(rows.place(feature), feature.ids, rows.slots(feature), feature.dim)
         grads = gradient.reshape(-1)[feature.columns()].float()[feature.bags]
         products = (looked_up * grads).sum(1)
-        result[feature.first : feature.first + len(feature.ids)] = products * _factors(feature, pooling, None)
+        result[feature.first : feature.first + len(feature.ids)] = products * factors(feature, pooling, None)
     return result
 
 
@@ -329,4 +327,4 @@ def install() -> None:
         fbgemm.impl(f"split_embedding_codegen_lookup_{name}_function_pt2", _lookup_of(name), "AutogradCUDA")
     for name, function in host_fbgemm_cache.KERNELS.items():
         fbgemm.impl(name, function, "CUDA")
-    _libraries.extend([own, fbgemm])
+    libraries.extend([own, fbgemm])
