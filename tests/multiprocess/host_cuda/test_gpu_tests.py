@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
@@ -11,16 +10,9 @@ from tests.multiprocess.test_gpu_tests import FILES
 from tests.support.host_cuda.runs import ROOT, variables_or_skip
 from tests.support.limits import LIMIT_SECONDS
 
-MISTAKEN = {"test_pipelines.py": "asks where logged values are when the fit is over; Lightning has moved them by then"}
-
-
-def _with_mistakes(file: str) -> Any:
-    marks = pytest.mark.xfail(reason=MISTAKEN[file], strict=True) if file in MISTAKEN else ()
-    return pytest.param(file, marks=marks)
-
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", map(_with_mistakes, FILES))
+@pytest.mark.parametrize("file", FILES)
 def test_a_file_of_gpu_tests_passes_as_if_a_gpu_were_there(file: str) -> None:
     tests = ["-m", "pytest", f"tests/gpu/{file}", "-q", "-o", "addopts=", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "tests.support.host_cuda", "--devices", "2", *tests]
