@@ -22,6 +22,7 @@ def test_a_failed_rank_gives_up_nccls_collectives_before_it_frees_anything(
         patch.object(process_runs, "dist", calls),
         patch.object(process_runs, "abort_process_groups", calls.abort),
         patch.object(process_runs, "forget_consensus", calls.forget),
+        patch.object(process_runs, "destroy_after_all", calls.destroy_process_group),
     ):
         runs.leave()
     order = [name for name, _, _ in calls.mock_calls if name in ("abort", "forget", "destroy_process_group")]
