@@ -1,5 +1,6 @@
 """Prefetching on CUDA devices in host memory."""
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +23,7 @@ from tests.support.followed_fits import (
     follow_pipeline_fit,
     follow_torchrec_pipeline,
 )
-from tests.support.host_cuda.runs import device_ranks
+from tests.support.host_cuda.runs import DeviceRanks, device_ranks
 from tests.support.mapped_models import DynamicModel, ManagedModel, MchModel
 
 CASES: dict[str, tuple[Any, ...]] = {
@@ -70,23 +71,33 @@ PIPELINES: dict[str, tuple[Any, ...]] = {
 }
 
 
+class Followed:
+    """What is found on each rank in a case, the first time that it is asked for."""
+
+    def __init__(self, ranks: DeviceRanks) -> None:
+        self._ranks = ranks
+        self._found: dict[str, list[Any]] = {}
+
+    def __getitem__(self, name: str) -> list[Any]:
+        if name not in self._found:
+            function, *args = (CASES | MAPPED | PIPELINES | {TORCHRECS: (follow_torchrec_pipeline,)})[name]
+            seen = self._ranks.call(function, *args)
+            assert not any(one.error for one in seen), (name, seen[0].error or seen[1].error)
+            self._found[name] = [one.result for one in seen]
+        return self._found[name]
+
+
 @pytest.fixture(scope="module")
-def followed() -> list[dict[str, Any]]:
-    """What was found on each rank in each case."""
-    calls = CASES | MAPPED | PIPELINES | {TORCHRECS: (follow_torchrec_pipeline,)}
-    results: list[dict[str, Any]] = [{}, {}]
+def followed() -> Iterator[Followed]:
+    """Cases on two ranks."""
     with device_ranks(2) as ranks:
-        for name, (function, *args) in calls.items():
-            for rank, seen in enumerate(ranks.call(function, *args)):
-                assert not seen.error, (name, seen.error)
-                results[rank][name] = seen.result
-    return results
+        yield Followed(ranks)
 
 
 @pytest.fixture(scope="module")
-def results(followed: Any) -> list[dict[str, Any]]:
+def results(followed: Followed) -> list[dict[str, Any]]:
     """Those of our own prefetching."""
-    return [{name: rank_result[name] for name in CASES} for rank_result in followed]
+    return [{name: followed[name][rank] for name in CASES} for rank in range(2)]
 
 
 SENT = ("copy to the device", "synchronize")
@@ -145,9 +156,9 @@ def test_the_host_waits_where_it_is_known_only(results: Any) -> None:
             assert all(places.count(place) <= limit for place, limit in ID_WAITS.items()), (name, id_waits)
 
 
-def test_the_host_waits_less_often_for_ids_than_in_torchrecs_own_pipeline(followed: Any) -> None:
-    _, waits, _ = followed[0]["a KeyedJaggedTensor in the batch"]
-    ours, torchrecs = steady_steps(waits), followed[0][TORCHRECS][6:-3]
+def test_the_host_waits_less_often_for_ids_than_in_torchrecs_own_pipeline(followed: Followed) -> None:
+    _, waits, _ = followed["a KeyedJaggedTensor in the batch"][0]
+    ours, torchrecs = steady_steps(waits), followed[TORCHRECS][0][6:-3]
     counts = [[(is_of_ids(stream), event) for stream, event, _ in step] for step in (*ours, *torchrecs)]
     reads = [step.count((True, "copy to the host")) for step in counts]
     # 3 and 7; 2 and 3 with torchrec 1.6.1. Ours has one more for an event, after the check of the ids.
@@ -155,29 +166,27 @@ def test_the_host_waits_less_often_for_ids_than_in_torchrecs_own_pipeline(follow
     assert max(reads[: len(ours)]) < min(reads[len(ours) :]) <= 7
 
 
-def test_the_host_waits_once_in_a_lookup_that_gives_ids_rows(followed: Any) -> None:
-    for rank_result in followed:
-        for name, num_reads in MAPPED_READS.items():
-            hazards, waits, _, num_evicted = rank_result[name]
-            assert hazards == [], (name, hazards)
-            assert (num_evicted > 0) == (name != "HashZch"), name
-            in_steps = waits[waits.index(STEP) :]
-            in_mapping = [trace for _, event, trace in in_steps if event and event not in SENT and "mapp" in trace]
-            in_torchrec = [trace for trace in in_mapping if "update_mch <" in trace]
-            reads = [trace for trace in in_mapping if "_learn < lookup/mapped_ids.py" in trace]
-            assert len(reads) == num_reads, (name, reads)
-            assert len(in_mapping) == len(reads) + len(in_torchrec), (name, in_mapping)
-            assert bool(in_torchrec) == name.startswith("MCH")
+@pytest.mark.parametrize("name", MAPPED)
+def test_the_host_waits_once_in_a_lookup_that_gives_ids_rows(followed: Followed, name: str) -> None:
+    for hazards, waits, _, num_evicted in followed[name]:
+        assert hazards == []
+        assert (num_evicted > 0) == (name != "HashZch")
+        in_steps = waits[waits.index(STEP) :]
+        in_mapping = [trace for _, event, trace in in_steps if event and event not in SENT and "mapp" in trace]
+        in_torchrec = [trace for trace in in_mapping if "update_mch <" in trace]
+        reads = [trace for trace in in_mapping if "_learn < lookup/mapped_ids.py" in trace]
+        assert len(reads) == MAPPED_READS[name], reads
+        assert len(in_mapping) == len(reads) + len(in_torchrec), in_mapping
+        assert bool(in_torchrec) == name.startswith("MCH")
 
 
-def test_the_last_stage_of_a_pipeline_reads_once_in_a_step_and_others_never(followed: Any) -> None:
-    for rank, rank_result in enumerate(followed):
-        for name in PIPELINES:
-            hazards, waits = rank_result[name]
-            assert hazards == [], (name, hazards)
-            steps = steady_steps(waits)
-            assert len(steps) >= 2
-            for step in steps:
-                in_stages = [(event, place) for _, event, place in step if "stages/" in place]
-                reads = [event for event, _ in in_stages if event != "synchronize"]
-                assert reads == ["copy to the host"] * rank, (name, in_stages)
+@pytest.mark.parametrize("name", PIPELINES)
+def test_the_last_stage_of_a_pipeline_reads_once_in_a_step_and_others_never(followed: Followed, name: str) -> None:
+    for rank, (hazards, waits) in enumerate(followed[name]):
+        assert hazards == []
+        steps = steady_steps(waits)
+        assert len(steps) >= 2
+        for step in steps:
+            in_stages = [(event, place) for _, event, place in step if "stages/" in place]
+            reads = [event for event, _ in in_stages if event != "synchronize"]
+            assert reads == ["copy to the host"] * rank, in_stages
