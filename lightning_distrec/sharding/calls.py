@@ -37,13 +37,17 @@ def check_batch(
 
 
 def begin_check(
-    call: str, features: KeyedJaggedTensor, weights: Tensor | None, limits: Mapping[str, int] | None = None
+    call: str,
+    features: KeyedJaggedTensor,
+    weights: Tensor | None,
+    limits: Mapping[str, int] | None = None,
+    gpu_of_tables: torch.device | None = None,
 ) -> Callable[[], Extremes]:
     """Begin to check whether a batch's tensors fit each other; returns what ends it, and waits for a GPU once.
 
     call: names the lookup in errors. weights: of the ids, where they count. limits: feature -> its number of rows; on a
-    GPU NO_IDS is returned too where all ids are below their limits, so that nothing else has to be read.
-    The end raises IdsError: types, lengths, offsets or weights do not fit.
+    GPU NO_IDS is returned too where all ids are below their limits, so that nothing else has to be read. gpu_of_tables:
+    where all tensors must be. The end raises IdsError: types, devices, lengths, offsets or weights do not fit.
     """
     values, given = features.values(), features.lengths_or_none()
     # Looked at first: `lengths()` below computes and keeps lengths where a batch has offsets only.
@@ -51,6 +55,8 @@ def begin_check(
     typed = {"ids": values, "lengths": given} if offsets is None else {"ids": values, "offsets": offsets}
     try:
         _check_types(call, typed)
+        if gpu_of_tables is not None:
+            _check_devices(call, gpu_of_tables, typed | {"weights": features.weights_or_none()})
         lengths = features.lengths()
         bags = _check_numbers(call, features, lengths.numel(), weights is not None)
     except IdsError as error:
@@ -118,6 +124,15 @@ def _check_types(call: str, tensors: Mapping[str, Tensor]) -> None:
         if tensor.dtype not in _ID_TYPES or tensor.dim() != 1:
             text = f"{call} has {name} of {tensor.dtype} and shape {tuple(tensor.shape)}"
             raise IdsError(f"{text}. They must be int64 or int32, and of one dimension.")
+
+
+def _check_devices(call: str, gpu: torch.device, tensors: Mapping[str, Tensor | None]) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != gpu:
+            raise IdsError(
+                f"{call} has {name} on {tensor.device}, and its tables are on {gpu}. Make tensors of a step there "
+                "(device=self.device); Lightning moves those that are in the batch."
+            )
 
 
 def _check_numbers(call: str, features: KeyedJaggedTensor, num_lengths: int, counts_weights: bool) -> int | None:

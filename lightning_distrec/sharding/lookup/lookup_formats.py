@@ -50,6 +50,7 @@ class LookupInputs:
         self._keeps_weights = setup.is_weighted or (plain is not None and setup.pooled)
         self._table_of_feature = smallest_tables(setup.tables)
         self._limits = {feature: table.num_ids for feature, table in self._table_of_feature.items()}
+        self._gpu = setup.device if setup.device.type != "cpu" else None
         self._warned = False
 
     def begin(self, features: Any) -> BegunFeatures:
@@ -62,7 +63,7 @@ class LookupInputs:
                 "or a TensorDict."
             )
         weights = self._weights(features)
-        return features, weights, begin_check(self._name, features, weights, self._limits)
+        return features, weights, begin_check(self._name, features, weights, self._limits, self._gpu)
 
     def prepare(self, begun: BegunFeatures) -> tuple[KeyedJaggedTensor, Tensor | None, IdsError | None]:
         """Return the features, weights that follow them, and the error for all ranks to raise, if any.
