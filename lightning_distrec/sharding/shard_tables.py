@@ -107,7 +107,7 @@ def shard_tables(sharding: TableSharding) -> ShardedTables:
         result.kernels += kernels
         watch_caches(kernel for kernel, _ in kernels)
         shards = [shard for _, kernel_shards in kernels for shard in kernel_shards]
-        result.shards |= _shards_by_table(module, result.tables_of(path), shards)
+        result.shards |= _shards_by_table(module, result.tables_of(path), shards, device)
         result.proxies[path] = _proxy(result, path)
     tables_by_name = {table.full_name: table for table in tables}
     for name, all_shards in result.table_shards().items():
@@ -173,7 +173,7 @@ def _bring_rows(sharded: ShardedModule, tables: list[Table], sharding: TableShar
 
 
 def _shards_by_table(
-    sharded: ShardedModule, tables: list[Table], shards: list[LocalShard]
+    sharded: ShardedModule, tables: list[Table], shards: list[LocalShard], device: torch.device
 ) -> dict[str, list[LocalShard]]:
     """Return this rank's shards of each table of a collection, by full name; `shards` are those in kernels."""
     shards_by_table: dict[str, list[LocalShard]] = {table.full_name: [] for table in tables}
@@ -185,8 +185,8 @@ def _shards_by_table(
         weight = sharded.get_parameter(table.local_key)
         if not local and weight.numel():  # data_parallel: torchrec's DDP averages the gradient of this very parameter
             local.append(LocalShard(table.name, make_freezable(weight), sparse=False, replicated=True))
-        elif not local:  # optimizers ask for columns; a draw of another type takes other random numbers
-            empty = torch.empty(0, table.config.embedding_dim, dtype=table.parameter.dtype, device=weight.device)
+        elif not local:  # optimizers ask for columns; draws of other types or devices take other random numbers
+            empty = torch.empty(0, table.config.embedding_dim, dtype=table.parameter.dtype, device=device)
             local.append(LocalShard(table.name, nn.Parameter(empty)))
         for shard in local:
             shard.weight.requires_grad_(table.parameter.requires_grad)
