@@ -65,7 +65,8 @@ def _fit(strategy: Any, kind: type[Deep] = Deep, **settings: Any) -> dict[str, A
     assert [vars(layer).get("forward") for layer in model.layers] == forwards, "layers are as before"
     weights = model.state_dict() if isinstance(strategy, TunedDDPStrategy) else trainer.strategy.full_state_dict()
     weights = {name: value.clone() for name, value in weights.items()}
-    return {"losses": model.losses, "weights": weights, "kept": model.kept}
+    # The least of all steps: in some, FSDP frees a buffer of an exchange later.
+    return {"losses": model.losses, "weights": weights, "kept": min(model.kept)}
 
 
 def _ddp(option: Any, **settings: Any) -> dict[str, Any]:
@@ -133,9 +134,9 @@ def test_recomputing_changes_no_bit(actual: list[dict[str, Any]], case: str) -> 
 def test_recomputing_layers_keep_less(actual: list[dict[str, Any]]) -> None:
     for rank_result in actual:
         retained = {case: rank_result[case]["kept"] for case in CASES}
-        assert retained["ddp, all"][1] < 0.35 * retained["ddp"][1]
-        assert retained["ddp, all"][1] < retained["ddp, by path"][1] < retained["ddp"][1]
-        assert retained["fsdp, all"][1] < retained["fsdp"][1]
+        assert retained["ddp, all"] < 0.35 * retained["ddp"]
+        assert retained["ddp, all"] < retained["ddp, by path"] < retained["ddp"]
+        assert retained["fsdp, all"] < retained["fsdp"]
 
 
 @pytest.mark.parametrize(
@@ -149,7 +150,7 @@ def test_recomputing_layers_keep_less(actual: list[dict[str, Any]]) -> None:
 )
 def test_what_remains_is_estimated(actual: list[dict[str, Any]], case: str, options: DenseOptions) -> None:
     memory = _memory(case, options)
-    whole, retained = (actual[0][item]["kept"][1] for item in (case.partition(",")[0], case))
+    whole, retained = (actual[0][item]["kept"] for item in (case.partition(",")[0], case))
     states = NUM_LAYERS * torch.get_rng_state().nbytes  # of the random generator: left out of estimates
     if case.startswith("fsdp"):  # what a forward allocates has gathered parameters too
         spared = _memory("fsdp", DenseOptions())["activations"] - memory["activations"]
