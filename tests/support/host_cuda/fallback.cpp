@@ -143,7 +143,7 @@ class Call {
  private:
   // FBGEMM makes graphs within some of its CPU's kernels, which see nothing that needs a gradient.
   void check_gradient() const {
-    if (name_.rfind("fbgemm::", 0) != 0 || !GradMode::is_enabled()) return;
+    if (name_.rfind("fbgemm::", 0) != 0 || !GradMode::is_enabled() || schema_.returns().empty()) return;
     for (auto key : {DispatchKey::Autograd, DispatchKey::AutogradCUDA})
       if (op_.hasKernelForDispatchKey(key)) return;
     for (size_t i = 0; i < schema_.arguments().size(); i++) {
