@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.smoke import PARTS
-from tests.support.host_cuda.__main__ import environment
-from tests.support.host_cuda.building import CannotBuild
+from tests.support.host_cuda.runs import variables_or_skip
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.ranks import CallsOnRanks, RankFailed
 
@@ -97,10 +96,7 @@ def test_a_case_that_fails_leaves_the_others_alone() -> None:
 @pytest.mark.slow
 def test_what_a_gpu_is_checked_with_first_passes_on_a_device_in_host_memory(tmp_path: Path) -> None:
     _hide(tmp_path, "pytest", *ONLY_FOR_TESTS)
-    try:
-        variables = environment(devices=1)
-    except CannotBuild as error:
-        pytest.skip(str(error))
+    variables = variables_or_skip(devices=1)
     variables["PYTHONPATH"] += os.pathsep + str(tmp_path)
     command = [sys.executable, "-m", "tests.gpu.smoke", "--small", "--json", str(tmp_path / "smoke.json")]
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=LIMIT_SECONDS)

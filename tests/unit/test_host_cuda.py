@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.host_cuda.__main__ import environment
-from tests.support.host_cuda.building import CannotBuild
+from tests.support.host_cuda.runs import variables_or_skip
 
 PROGRAM = """
 import sys
@@ -73,10 +72,7 @@ else:
 @pytest.mark.slow
 def test_programs_see_a_cuda_device(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
-    try:
-        variables = environment(devices=2, device_bytes=1 << 20)
-    except CannotBuild as error:
-        pytest.skip(str(error))
+    variables = variables_or_skip(devices=2, device_bytes=1 << 20)
     start = variables["PYTHONPATH"].partition(":")[0]
     script.write_text(PROGRAM.format(start=start))
     done = subprocess.run([sys.executable, str(script)], env=variables, capture_output=True, text=True, check=False)

@@ -20,6 +20,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from lightning_distrec.errors import IdsError, ShardingError
+from lightning_distrec.gpu import is_gpu
 from lightning_distrec.recorded_step import LateWeights
 from lightning_distrec.sharding.calls import Extremes, begin_check
 from lightning_distrec.sharding.lookup.jagged import contiguous, in_order, with_ids, with_weights
@@ -50,7 +51,7 @@ class LookupInputs:
         self._keeps_weights = setup.is_weighted or (plain is not None and setup.pooled)
         self._table_of_feature = smallest_tables(setup.tables)
         self._limits = {feature: table.num_ids for feature, table in self._table_of_feature.items()}
-        self._gpu = setup.device if setup.device.type != "cpu" else None
+        self._gpu = setup.device if is_gpu(setup.device) else None
         self._warned = False
 
     def begin(self, features: Any) -> BegunFeatures:

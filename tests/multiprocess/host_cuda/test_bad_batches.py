@@ -1,6 +1,5 @@
 """Tensors of a step that are left on the host are refused by all ranks, before an exchange that some would wait in."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torchrec import KeyedJaggedTensor
 
 from tests.support.click_model import FEATURES, seeded
 from tests.support.followed_fits import Deaf, PlainBags, batch_of
-from tests.support.host_cuda.runs import DeviceRanks, device_ranks
+from tests.support.host_cuda.runs import DeviceRanks
 from tests.support.ranks import rank_and_num_ranks
 from tests.support.trainers import make_trainer
 
@@ -63,15 +62,11 @@ def _fit(kind: type, depth: int) -> Any:
     trainer.fit(model, DataLoader([batch_of(kind, number) for number in range(4)], batch_size=None))
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[DeviceRanks]:
-    with device_ranks(2) as started:
-        yield started
-
-
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("kind", CASES)
-def test_tensors_that_are_left_on_the_host_are_named_on_every_rank(ranks: DeviceRanks, kind: type, depth: int) -> None:
+def test_tensors_that_are_left_on_the_host_are_named_on_every_rank(
+    devices: DeviceRanks, kind: type, depth: int
+) -> None:
     path, name = CASES[kind]
-    for seen in ranks.call(_fit, kind, depth):
+    for seen in devices.call(_fit, kind, depth):
         assert f"IdsError: '{path}' has {name} on cpu, and its tables are on cuda:" in seen.error

@@ -5,7 +5,7 @@ from torch.utils.data import DataLoader
 
 from tests.support.click_model import seeded
 from tests.support.followed_fits import Deaf, batch_of
-from tests.support.host_cuda.runs import device_ranks
+from tests.support.host_cuda.runs import DeviceRanks
 from tests.support.trainers import make_trainer
 
 
@@ -26,11 +26,10 @@ def _next_number(sharding_type: str) -> float:
     return model.next_number
 
 
-def test_draws_of_a_gpu_go_on_alike_on_ranks_without_rows() -> None:
-    with device_ranks(2) as ranks:
-        numbers = []
-        for sharding_type in ("table_wise", "column_wise", "row_wise"):
-            for seen in ranks.call(_next_number, sharding_type):
-                assert not seen.error
-                numbers.append(seen.result)
+def test_draws_of_a_gpu_go_on_alike_on_ranks_without_rows(devices: DeviceRanks) -> None:
+    numbers = []
+    for sharding_type in ("table_wise", "column_wise", "row_wise"):
+        for seen in devices.call(_next_number, sharding_type):
+            assert not seen.error
+            numbers.append(seen.result)
     assert len(set(numbers)) == 1

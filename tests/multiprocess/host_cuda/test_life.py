@@ -1,6 +1,5 @@
 """What comes after a fit on CUDA devices in host memory: other strategies, other ranks, machines without a GPU."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,6 @@ pytestmark = pytest.mark.slow
 CLOSE = {"atol": 1e-6, "rtol": 1e-6}
 KINDS = {"tables": CASES["bags, Adagrad"], "fsdp": CASES["fsdp_tuned"], "pipeline": CASES["pipeline_parallel"]}
 OTHERS = [(kind, other) for kind in KINDS for other in STRATEGIES if other != kind]
-
-
-@pytest.fixture(scope="module")
-def devices() -> Iterator[DeviceRanks]:
-    """Two ranks."""
-    with device_ranks(2) as ranks:
-        yield ranks
 
 
 def results_of(ranks: DeviceRanks, function: Any, *args: Any) -> list[Any]:

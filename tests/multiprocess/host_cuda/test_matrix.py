@@ -28,13 +28,6 @@ OF_TWO_RANKS = [name for name in CASES if name.startswith("pipeline_parallel")]
 
 
 @pytest.fixture(scope="module")
-def devices() -> Iterator[DeviceRanks]:
-    """Two ranks."""
-    with device_ranks(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
 def device() -> Iterator[DeviceRanks]:
     """One rank."""
     with device_ranks(1) as ranks:

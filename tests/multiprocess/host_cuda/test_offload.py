@@ -1,7 +1,6 @@
 """`fsdp_tuned` with `offload`, on CUDA devices in host memory: the numbers of parameters that stay on the devices."""
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from lightning_distrec import TunedFSDPStrategy
 from lightning_distrec.errors import UnsupportedError
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions, choose_dtypes
 from tests.support.dense_models import WIDTH, BareAndTied, loader
-from tests.support.host_cuda.runs import DeviceRanks, device_ranks
+from tests.support.host_cuda.runs import DeviceRanks
 from tests.support.ranks import rank_and_num_ranks
 from tests.support.trainers import DEFAULTS
 
@@ -26,12 +25,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bf16-mixed, accumulated": {"precision": "bf16-mixed", "accumulate_grad_batches": 2},
     "bf16-true": {"precision": "bf16-true"},
 }
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[DeviceRanks]:
-    with device_ranks(2) as ranks:
-        yield ranks
 
 
 class Watched(BareAndTied):
@@ -67,8 +60,8 @@ def _fit_both(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_parameters_on_the_host_are_trained_as_on_the_device(ranks: DeviceRanks, name: str, tmp_path: Path) -> None:
-    for seen in ranks.call(_fit_both, tmp_path, SETTINGS[name]):
+def test_parameters_on_the_host_are_trained_as_on_the_device(devices: DeviceRanks, name: str, tmp_path: Path) -> None:
+    for seen in devices.call(_fit_both, tmp_path, SETTINGS[name]):
         assert not seen.error, seen.error
         assert seen.hazards == []
         (losses, weights, places), (expected_losses, expected, on_device) = seen.result["host"], seen.result["device"]
@@ -96,10 +89,10 @@ def _live(folder: Path) -> dict[str, Any]:
     return {"same": same, "places": places, "drawn": model.out.weight.detach()}
 
 
-def test_a_module_on_the_host_is_copied_drawn_and_unsharded(ranks: DeviceRanks, tmp_path: Path) -> None:
+def test_a_module_on_the_host_is_copied_drawn_and_unsharded(devices: DeviceRanks, tmp_path: Path) -> None:
     torch.manual_seed(3)
     expected = torch.nn.init.normal_(torch.empty(1, WIDTH))
-    for rank, seen in enumerate(ranks.call(_live, tmp_path)):
+    for rank, seen in enumerate(devices.call(_live, tmp_path)):
         assert not seen.error, seen.error
         assert seen.hazards == []
         assert seen.result["same"]

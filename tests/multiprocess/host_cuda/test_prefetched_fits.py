@@ -1,6 +1,5 @@
 """Prefetching on CUDA devices in host memory."""
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +22,7 @@ from tests.support.followed_fits import (
     follow_pipeline_fit,
     follow_torchrec_pipeline,
 )
-from tests.support.host_cuda.runs import DeviceRanks, device_ranks
+from tests.support.host_cuda.runs import DeviceRanks
 from tests.support.mapped_models import DynamicModel, ManagedModel, MchModel
 
 CASES: dict[str, tuple[Any, ...]] = {
@@ -88,10 +87,9 @@ class Followed:
 
 
 @pytest.fixture(scope="module")
-def followed() -> Iterator[Followed]:
+def followed(devices: DeviceRanks) -> Followed:
     """Cases on two ranks."""
-    with device_ranks(2) as ranks:
-        yield Followed(ranks)
+    return Followed(devices)
 
 
 @pytest.fixture(scope="module")

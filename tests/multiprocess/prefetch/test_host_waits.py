@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.host_cuda.__main__ import environment
-from tests.support.host_cuda.building import CannotBuild
+from tests.support.host_cuda.runs import variables_or_skip
 from tests.support.limits import LIMIT_SECONDS
 
 ROOT = Path(__file__).parents[3]
@@ -25,10 +24,7 @@ BACKWARD = "a thread of the device"
 def per_step(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
     """Contender -> place -> waits per step, without backward."""
     path = tmp_path_factory.mktemp("waits") / "waits.json"
-    try:
-        variables = environment(devices=2)
-    except CannotBuild as error:
-        pytest.skip(str(error))
+    variables = variables_or_skip(devices=2)
     command = [sys.executable, "-m", "tests.support.counted_waits", str(path), *LIMITS, "TorchRec"]
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=LIMIT_SECONDS)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,0 +1,14 @@
+"""Ranks with a CUDA device in host memory each, which stay for the tests of a file."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.host_cuda.runs import DeviceRanks, device_ranks
+
+
+@pytest.fixture(scope="module")
+def devices() -> Iterator[DeviceRanks]:
+    """Two ranks."""
+    with device_ranks(2) as ranks:
+        yield ranks
